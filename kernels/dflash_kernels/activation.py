@@ -77,9 +77,7 @@ def joined_tiles(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
         joined = gate_tiles(gate, up)
     elif KIND == "gelu":
         inner = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)
-        exp_neg = tl.exp(-2 * tl.abs(inner))  # tanh(|x|) = (1 - exp(-2|x|)) / (1 + exp(-2|x|))
-        tanh = (1 - exp_neg) / (1 + exp_neg)
-        joined = (_rounded(0.5 * wide * (1 + tl.where(inner < 0, -tanh, tanh)), dtype) * wide_up).to(dtype)
+        joined = (_rounded(wide * tl.sigmoid(2 * inner), dtype) * wide_up).to(dtype)  # (1 + tanh(x)) / 2
     else:
         limited = tl.minimum(wide, LIMIT)
         more = _rounded(tl.minimum(tl.maximum(wide_up, -LIMIT), LIMIT) + 1, dtype)
@@ -94,18 +92,20 @@ def gate_options(gate: Gate) -> dict[str, object]:
 
 
 @jit
-def _silu_mul_kernel(gate_up, out, gate_up_row, width, TILE: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up, out, gate_up_row, width, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = column < width
     source = gate_up + row * gate_up_row + column
     gate = tl.load(source, mask=is_column, other=0.0)
     up = tl.load(source + width, mask=is_column, other=0.0)
-    tl.store(out + row * width + column, gate_tiles(gate, up), mask=is_column)
+    tl.store(out + row * width + column, joined_tiles(gate, up, KIND, ALPHA, LIMIT), mask=is_column)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Compute `silu_mul_ref` in one launch."""
+def silu_mul(gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+    """Compute `silu_mul_ref`, or `gate_ref` of another gate, in one launch."""
     check_tensors(gate_up)
     check_dtypes(gate_up)
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -114,6 +114,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         _silu_mul_kernel[(num_rows, ceil_div(width, ELEMENT_TILE))](
-            gate_up, out, gate_up.stride(0), width, TILE=ELEMENT_TILE, enable_fp_fusion=False
+            gate_up, out, gate_up.stride(0), width, TILE=ELEMENT_TILE, enable_fp_fusion=False, **gate_options(gate)
         )
     return out

@@ -125,11 +125,11 @@ def product_parts(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 def gated_product(hidden: Tensor, weight: Tensor, gate: Gate = SILU) -> Tensor:
     """Compute `gated_product_ref` in one launch, or in two if a library is faster."""
     shape = _shape_of(hidden, weight, is_gated=True)
-    if shape is None and gate != SILU:
-        return gate_ref(functional.linear(hidden, weight), gate)
     if shape is None:
         cut = cut_of_many_rows(hidden, weight)
-        return silu_mul(functional.linear(hidden, weight)) if cut is None else gate_many_rows(hidden, weight, cut)
+        if cut is not None:
+            return gate_many_rows(hidden, weight, cut, gate)
+        return silu_mul(functional.linear(hidden, weight), gate)
     return _launch(hidden, weight, shape, gate=gate)[0]
 
 

@@ -16,6 +16,7 @@ from dflash_kernels.mxfp4 import Packed
 from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
+from dflash_kernels.sandwich_norm import Beside
 from dflash_kernels.state_snapshots import LayerMemories, PassedRows, Snapshots
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
@@ -248,6 +249,27 @@ CALLS: dict[str, Call] = {
     "experts of few rows": lambda k, at: (chosen_experts(k, at, R),),
     "packed experts": lambda k, at: packed_experts(k, at, R),
     "packed experts of many rows": lambda k, at: packed_experts(k, at, MAX_EXPERT_ROWS + 9),
+    "rope_store with value norms": lambda k, at: (
+        k.rope_store(at["qkv"], at["weights"][:1].expand(H + 2 * KV, D), 1e-6, at["cos"], at["sin"], KV, None),
+    ),
+    "sandwich_norm": lambda k, at: k.sandwich_norm(
+        at["parts"],
+        at["residual"],
+        at["weights"][0],
+        at["weights"],
+        1e-6,
+        at["weights"][0, :1],
+        Beside(at["residual"][None], at["weights"][0], at["weights"][1]),
+    ),
+    "choose_experts with factors": lambda k, at: k.choose_experts(
+        at["routed"],
+        at["router"],
+        C,
+        True,
+        0,
+        at["scores"].flatten()[:1].expand(len(at["router"])).contiguous(),
+        at["scores"].flatten()[1:2].expand(len(at["router"])).contiguous(),
+    ),
     "product with a bias": lambda k, at: (k.product(at["residual"], at["weights"], at["rates"][0, :L].to(BFLOAT)),),
     "gated_product gelu": lambda k, at: (k.gated_product(at["residual"], at["weights"], GELU),),
     "context_kv_store": store_context,

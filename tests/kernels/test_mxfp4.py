@@ -93,6 +93,17 @@ def test_a_width_with_half_a_block_uses_the_reference(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.triton
+def test_factors_multiply_scores_after_they_are_normalised() -> None:
+    hidden, router = normal(5, 32, dtype=DTYPE), normal(6, 32, dtype=DTYPE, seed=1)
+    factors = normal(6, dtype=DTYPE, seed=2) + 2
+    plain = choose_experts(hidden, router, 2, True)
+    chosen, scores = choose_experts(hidden, router, 2, True, factors=factors)
+    assert torch.equal(chosen, plain[0])
+    assert_rows_close(scores, choose_experts_ref(hidden, router, 2, True, factors=factors)[1].double(), DTYPE)
+    assert not torch.equal(scores, plain[1])
+
+
+@pytest.mark.triton
 def test_the_routers_bias_changes_the_choice() -> None:
     hidden, router = normal(5, 32, dtype=DTYPE), normal(6, 32, dtype=DTYPE, seed=1)
     bias = 8 * normal(6, dtype=DTYPE, seed=2)

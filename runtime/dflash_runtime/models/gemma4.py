@@ -96,9 +96,7 @@ class GemmaStack(DecoderStack):
         self, weights: Weights, prefix: str, config: TargetConfig, placement: Placement, read_layer: object = None
     ) -> None:
         kernels, layers = placement.kernels, range(config.num_layers)
-        self.gemma_layers = [
-            GemmaLayer.read(weights, f"{prefix}layers.{index}", config, kernels) for index in layers
-        ]
+        self.gemma_layers = [GemmaLayer.read(weights, f"{prefix}layers.{index}", config, kernels) for index in layers]
         names = [*(f"layers.{index}.{NORMS[0]}" for index in layers), "norm"]
         self.norms = [RMSNorm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps, kernels) for name in names]
         sizes = {layer.kind: layer.attention.head_dim for layer in self.gemma_layers}
@@ -135,9 +133,7 @@ class GemmaStack(DecoderStack):
             parts = layer.attention.output.parts(mixed)
             inputs, residual = join(parts, residual, layer.attention_norm, layer.outer, norm.eps)
             parts, beside = layer.feed_forward(inputs)
-            ahead, residual = join(
-                parts, residual, layer.mlp_norm, norm.weight[None], norm.eps, layer.scale, beside
-            )
+            ahead, residual = join(parts, residual, layer.mlp_norm, norm.weight[None], norm.eps, layer.scale, beside)
             normed = ahead[0]
             if index in taps:
                 outputs[index] = residual
@@ -245,7 +241,6 @@ def _read_experts(weights: Weights, name: str, config: TargetConfig, kernels: Ke
 
 
 def _with_wide_norm(name: str, tensor: Tensor) -> Tensor:
-    """Return the weight of a norm in float32 at least, in which transformers multiplies it, and other tensors unchanged.
-    """
+    """Return the weight of a norm in float32 at least, in which transformers multiplies it, and other tensors unchanged."""
     is_norm = "norm" in name.rpartition(".")[0].rpartition(".")[2]
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if is_norm else tensor

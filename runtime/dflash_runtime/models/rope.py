@@ -50,9 +50,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: i
         InvalidConfig: a parameter of the type is missing or no number.
     """
     if rope.kind not in KINDS:
-        raise UnsupportedError(
-            id="rope-not-run", field="rope_type", found=rope.kind, expected=", ".join(KINDS)
-        )
+        raise UnsupportedError(id="rope-not-run", field="rope_type", found=rope.kind, expected=", ".join(KINDS))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     return KINDS[rope.kind](rope.theta**exponents, _Parameters(rope, head_dim, max_position_embeddings))
 
