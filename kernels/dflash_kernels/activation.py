@@ -64,6 +64,12 @@ def gate_tiles(gate, up):
 
 
 @jit
+def _sigmoid(wide):
+    exp_neg = tl.exp(-tl.abs(wide))
+    return tl.where(wide < 0, exp_neg, 1.0) / (1.0 + exp_neg)
+
+
+@jit
 def _rounded(values, dtype: tl.constexpr):
     return values.to(dtype).to(tl.float32)
 
@@ -77,11 +83,11 @@ def joined_tiles(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.co
         joined = gate_tiles(gate, up)
     elif KIND == "gelu":
         inner = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)
-        joined = (_rounded(wide * tl.sigmoid(2 * inner), dtype) * wide_up).to(dtype)  # (1 + tanh(x)) / 2
+        joined = (_rounded(wide * _sigmoid(2 * inner), dtype) * wide_up).to(dtype)  # (1 + tanh(x)) / 2
     else:
         limited = tl.minimum(wide, LIMIT)
         more = _rounded(tl.minimum(tl.maximum(wide_up, -LIMIT), LIMIT) + 1, dtype)
-        share = _rounded(tl.sigmoid(_rounded(limited * ALPHA, dtype)), dtype)
+        share = _rounded(_sigmoid(_rounded(limited * ALPHA, dtype)), dtype)
         joined = (more * _rounded(limited * share, dtype)).to(dtype)
     return joined
 

@@ -384,11 +384,13 @@ def choose_experts(
     scores = torch.empty((num_rows, num_routes), dtype=hidden.dtype, device=hidden.device)
     if num_rows:
         logits = product_parts(hidden, router)
+        added, scale = (logits if item is None else item for item in (bias, factors))
         _choose_kernel[(ceil_div(num_rows, ROUTED_ROWS),)](
-            logits, logits if bias is None else bias, logits if factors is None else factors, chosen, scores, num_rows, logits.stride(0),
+            logits, added, scale, chosen, scores, num_rows, logits.stride(0),
             NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, NUM_SHARED=num_shared, IS_NORMALISED=has_normalised_scores,
             NUM_PARTS=len(logits), TILE_R=ROUTED_ROWS, TILE_E=power_of_2(num_experts), TILE_C=power_of_2(num_routes),
-            HAS_BIAS=bias is not None, HAS_FACTORS=factors is not None, num_warps=4, enable_fp_fusion=False, **early(hidden.device),
+            HAS_BIAS=bias is not None, HAS_FACTORS=factors is not None, num_warps=4, enable_fp_fusion=False,
+            **early(hidden.device),
         )  # fmt: skip
     return chosen, scores
 

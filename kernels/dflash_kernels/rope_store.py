@@ -94,8 +94,8 @@ def _rope_store_kernel(
     parts, weight, cos, sin, out, key_cache, value_cache, slots,
     parts_row, part_stride, cos_row, sin_row, cache_page, cache_row, cache_head, eps,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_H: tl.constexpr,
-    TILE_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE_H: tl.constexpr, TILE_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)[:, None]
@@ -180,8 +180,8 @@ def rope_store(
             *caches, cos if place is None else place.slots.contiguous(),
             parts.stride(1), parts.stride(0), cos.stride(0), sin.stride(0), *strides, eps,
             NUM_HEADS=num_heads, NUM_KV=num_kv, HEAD_DIM=head_dim, NUM_PARTS=num_parts,
-            HAS_NORM=head_norms is not None, HAS_VALUE_NORM=has_value_norm, HAS_PLACE=place is not None, PAGE_SIZE=page_size,
-            TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,
-            **early(parts.device),
+            HAS_NORM=head_norms is not None, HAS_VALUE_NORM=has_value_norm, HAS_PLACE=place is not None,
+            PAGE_SIZE=page_size, TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half),
+            enable_fp_fusion=False, **early(parts.device),
         )  # fmt: skip
     return out

@@ -376,6 +376,7 @@ def test_windows_are_read_without_layer_types(tmp_path: Path) -> None:
 
 
 def test_every_family_is_compared() -> None:
-    """`test_hybrid_targets.py` compares the families with recurrent layers."""
+    """`test_hybrid_targets.py` compares the families with recurrent layers, and `test_unlike_layers.py` Gemma 4."""
     hybrids = {"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"}
-    assert {item["model_type"] for item in FAMILIES.values()} | hybrids == set(target_families())
+    gemmas = {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"}
+    assert {item["model_type"] for item in FAMILIES.values()} | hybrids | gemmas == set(target_families())

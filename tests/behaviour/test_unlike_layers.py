@@ -4,25 +4,35 @@
 chunks of prompts, preemption, the prefix cache and hand-offs, and its steps equal a loop over transformers' own model.
 """
 
+import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.config import RopeConfig
+from dflash_runtime.checkpoint.gemma4_config import read_gemma4_config
+from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
+from dflash_runtime.checkpoint.runs_here import how_it_runs
+from dflash_runtime.config import EngineConfig, RopeConfig
+from dflash_runtime.device.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
-from dflash_runtime.models.target import Target, find_target_runtime, load_target
+from dflash_runtime.errors import InvalidConfig, UnsupportedError
+from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes, target_families
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.handoffs import go_on, hand_off
 from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
+from dflash_testing.multimodal_models import make_wrapper
 from dflash_testing.packed_models import pack_experts
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
 from dflash_testing.plain_loop import WholeText, plain_loop
+from dflash_testing.refusals import refuses
 
 NUM_DRAFTS, NUM_TOKENS = 7, 20
 PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -168,3 +178,130 @@ def test_a_text_goes_on_in_another_engine(compared: Compared) -> None:
 def test_texts_are_lossless_by_one_forward(compared: Compared) -> None:
     llm = random_llm(compared.target, compared.draft(), NUM_DRAFTS)
     assert llm.check_lossless(llm.generate(compared.prompts(*LENGTHS), PARAMS)).is_lossless
+
+
+PUBLISHED_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2880, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-05,
+    "quantization_config": {"quant_method": "mxfp4"}, "rope_theta": 150000, "sliding_window": 128,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+}  # fmt: skip
+PUBLISHED_GEMMA4: dict[str, Any] = {
+    "attention_k_eq_v": True, "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376, "hidden_size_per_layer_input": 0,
+    "intermediate_size": 21504, "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+    "max_position_embeddings": 262144, "model_type": "gemma4_text", "num_attention_heads": 32,
+    "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16, "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-06, "sliding_window": 1024, "tie_word_embeddings": True, "vocab_size": 262144,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+}  # fmt: skip
+PUBLISHED_GEMMA4_EXPERTS: dict[str, Any] = {
+    **PUBLISHED_GEMMA4, "enable_moe_block": True, "hidden_size": 2816, "intermediate_size": 2112,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5, "moe_intermediate_size": 704,
+    "num_attention_heads": 16, "num_experts": 128, "num_global_key_value_heads": 2, "num_hidden_layers": 30,
+    "num_key_value_heads": 8, "top_k_experts": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "num_weights"),
+    [(PUBLISHED_GPT_OSS, 20.9e9), (PUBLISHED_GEMMA4, 30.7e9), (PUBLISHED_GEMMA4_EXPERTS, 25.2e9)],
+    ids=["gpt-oss-20b", "gemma-4-31B", "gemma-4-26B-A4B"],
+)
+def test_tensors_of_published_sizes_are_those_of_transformers(config: dict[str, Any], num_weights: float) -> None:
+    """transformers makes the model without memory. A packed weight has 4 bits per number, and one scale per 32."""
+    left_out = ("quantization_config", "architectures")
+    source = {key: deepcopy(value) for key, value in config.items() if key not in left_out}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**source))
+    wanted = {name: tuple(item.shape) for name, item in model.state_dict().items()}
+    if config.get("tie_word_embeddings"):
+        del wanted["lm_head.weight"]
+    family = target_families()[config["model_type"]]
+    found = dict(family.expected_shapes(family.read_config(config, Path("config.json"))))
+    for name in [name for name in found if name.endswith("_blocks")]:
+        *stack, groups, size = found.pop(name)
+        assert found.pop(name.replace("_blocks", "_scales")) == (*stack, groups)
+        found[name.removesuffix("_blocks")] = (stack[0], 2 * groups * size, stack[1])
+    assert found == wanted
+    assert sum(math.prod(shape) for shape in found.values()) == pytest.approx(num_weights, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_the_text_part_of_a_multimodal_model_is_native(kind: str, tmp_path: Path) -> None:
+    changes = {**GEMMA4, **(GEMMA4_EXPERTS if kind == "gemma4" else {})}
+    model = make_wrapper(tmp_path, kind, **changes)
+    source = open_target(tmp_path)
+    assert find_target_runtime(source, "auto")[0] == "native"
+    compared = Compared(model, load_target(source, placement()))
+    given = compared.prompts(3, 30)
+    outputs = random_llm(compared.target, compared.draft(), NUM_DRAFTS, max_num_requests=2).generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == compared.texts(given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size_per_layer_input": 6}, "hidden_size_per_layer_input"),
+        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ],
+)
+def test_parts_that_no_native_family_computes_are_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    """Without a stated width of the inputs of each layer, transformers has inputs."""
+    config = {**PUBLISHED_GEMMA4, **changes}
+    with refuses(UnsupportedError, "target-not-run", found="gemma4_text") as refused:
+        read_gemma4_config({key: item for key, item in config.items() if item is not None}, tmp_path / "config.json")
+    assert named in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layer_types": None}, "layer_types"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.sliding_attention"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
+        ({"global_head_dim": "wide"}, "global_head_dim"),
+        ({"per_layer_config": {"00": {"head_dim": 16}}}, "per_layer_config"),
+    ],
+)
+def test_a_wrong_key_of_gemma4_is_named(changes: dict[str, Any], field: str, tmp_path: Path) -> None:
+    config = {**PUBLISHED_GEMMA4, **changes}
+    with refuses(InvalidConfig, field=field):
+        read_gemma4_config({key: item for key, item in config.items() if item is not None}, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layer_types": None}, "layer_types"),
+        ({"swiglu_limit": -7}, "swiglu_limit"),
+        ({"rope_theta": None}, "rope_theta"),
+    ],
+)
+def test_a_wrong_key_of_gpt_oss_is_named(changes: dict[str, Any], field: str, tmp_path: Path) -> None:
+    config = {**PUBLISHED_GPT_OSS, **changes}
+    with refuses(InvalidConfig, field=field):
+        read_gpt_oss_config({key: item for key, item in config.items() if item is not None}, tmp_path / "config.json")
+
+
+def test_packed_weights_are_reported_and_take_their_own_bytes(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "gpt_oss", **GPT_OSS)
+    plain = target_bytes(open_target(tmp_path), torch.float32, "native")
+    pack_experts(tmp_path, model)
+    source = open_target(tmp_path)
+    answer = how_it_runs(source)
+    assert (answer.runtime, answer.words) == ("native", "natively; weights mxfp4")
+    numbers = sum(item.numel() for name, item in model.named_parameters() if name.endswith(("up_proj", "down_proj")))
+    assert plain - target_bytes(source, torch.float32, "native") == numbers * 4 - numbers * 17 // 32
+    assert load_pair(source, None, EngineConfig(device="cpu", max_model_len=64)).target_quantization == "mxfp4"

@@ -57,7 +57,11 @@ class StepFloor:
     def body(self) -> int:
         """Number of weights in all layers of the target that one row uses."""
         shape, own = self.shape, self.shape.recurrence
-        mixers = sum(self._attention(shape.heads, *heads) for *heads, _ in shape.attention_layers)
+        mixers = 0
+        for kv_heads, head_dim, window in shape.attention_layers:
+            is_joined = shape.has_equal_kv and window is None
+            joined = shape.hidden * kv_heads * head_dim if is_joined else 0
+            mixers += self._attention(shape.heads, kv_heads, head_dim) - joined
         if own is not None:
             mixers += len(shape.attention_layers) * shape.hidden * shape.heads * shape.head_dim  # the gate
             values = own.value_heads * own.head_size

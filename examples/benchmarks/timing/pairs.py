@@ -79,6 +79,7 @@ class Shape:
     window       window of sliding layers; None: every layer has full attention
     full_every   every n-th layer has full attention
     full_heads   KV heads and head size of full layers, if they differ from sliding layers
+    has_equal_kv  full layers have one projection for keys and values
     """
 
     hidden: int
@@ -99,6 +100,7 @@ class Shape:
     window: int | None = None
     full_every: int = 1
     full_heads: tuple[int, int] | None = None
+    has_equal_kv: bool = False
 
     @property
     def attention_layers(self) -> list[tuple[int, int, int | None]]:
@@ -180,6 +182,60 @@ SHAPES = {
         window=128,
         full_every=2,
         experts=RoutedExperts(count=32, chosen=4, inner=2880, beside=0, weight_bytes=17 / 32),
+    ),
+    "gemma-4-31b": Shape(
+        5376,
+        21504,
+        60,
+        32,
+        (1, 13, 24, 35, 46, 57),
+        is_tied=True,
+        vocab=262144,
+        kv_heads=16,
+        head_dim=256,
+        draft_heads=(64, 8, 128),
+        family="gemma4_text",
+        window=1024,
+        full_every=6,
+        full_heads=(4, 512),
+        has_equal_kv=True,
+    ),
+    "gemma-4-26b-a4b": Shape(
+        2816,
+        2112,
+        30,
+        16,
+        (1, 8, 14, 20, 27),
+        is_tied=True,
+        vocab=262144,
+        kv_heads=8,
+        head_dim=256,
+        draft_heads=(32, 8, 128),
+        family="gemma4_text",
+        window=1024,
+        full_every=6,
+        full_heads=(2, 512),
+        has_equal_kv=True,
+        experts=RoutedExperts(count=128, chosen=8, inner=704, beside=2112),
+    ),
+    "small-gemma": Shape(
+        128,
+        256,
+        4,
+        4,
+        (0, 3),
+        is_tied=True,
+        vocab=512,
+        kv_heads=2,
+        head_dim=64,
+        draft_layers=1,
+        draft_heads=(4, 2, 64),
+        family="gemma4_text",
+        window=64,
+        full_every=2,
+        full_heads=(1, 128),
+        has_equal_kv=True,
+        experts=RoutedExperts(count=8, chosen=2, inner=64, beside=256),
     ),
     "small-gpt-oss": Shape(
         128,
@@ -418,7 +474,30 @@ def _layer_types(shape: Shape) -> list[str]:
     return ["full_attention" if window is None else "sliding_attention" for *_, window in shape.attention_layers]
 
 
-FAMILY_CONFIGS: Mapping[str, Callable[[Shape], dict[str, Any]]] = {"gpt_oss": _gpt_oss_config}
+def _gemma4_config(shape: Shape) -> dict[str, Any]:
+    own, full_heads = shape.experts, shape.full_heads or (shape.kv_heads, shape.head_dim)
+    experts = {} if own is None else {
+        "enable_moe_block": True, "num_experts": own.count, "top_k_experts": own.chosen,
+        "moe_intermediate_size": own.inner, "intermediate_size": own.beside,
+    }  # fmt: skip
+    turned = {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"}
+    config = _config(shape, (shape.heads, shape.kv_heads, shape.head_dim), shape.layers)
+    return {
+        **{key: item for key, item in config.items() if key not in ("rope_theta", "use_sliding_window")},
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "attention_k_eq_v": shape.has_equal_kv,
+        "final_logit_softcapping": 30.0, "global_head_dim": full_heads[1], "num_global_key_value_heads": full_heads[0],
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        "layer_types": _layer_types(shape), "sliding_window": shape.window, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": turned, "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}
+        },
+        **experts,
+    }  # fmt: skip
+
+
+FAMILY_CONFIGS: Mapping[str, Callable[[Shape], dict[str, Any]]] = {
+    "gpt_oss": _gpt_oss_config, "gemma4_text": _gemma4_config
+}  # fmt: skip
 """Model type -> its config in the form of a checkpoint."""
 
 

@@ -26,7 +26,7 @@ from dflash_runtime.models.layers import GATES, MLP, Attend, Attention, DecoderS
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.rope import RopeTable
 from dflash_runtime.models.target import TARGETS
-from dflash_runtime.models.weights import Weights
+from dflash_runtime.models.weights import Weights, with_wide_norms
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 EXPERT_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
@@ -151,7 +151,7 @@ class Gemma4Target(DecoderTarget):
     stack: ClassVar[type[DecoderStack]] = GemmaStack
 
     def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
-        super().__init__(config, {name: _with_wide_norm(name, weights[name]) for name in weights}, placement)
+        super().__init__(config, with_wide_norms(weights), placement)
         assert config.gemma is not None
         self.head: Linear = ScaledHead(self.head.weight, kernels=placement.kernels, cap=config.gemma.logit_cap)
         # transformers rounds the factor to the model's dtype.
@@ -238,9 +238,3 @@ def _read_experts(weights: Weights, name: str, config: TargetConfig, kernels: Ke
         gate=GATES[config.hidden_act],
         factors=weights[f"{name}.router.per_expert_scale"],
     )
-
-
-def _with_wide_norm(name: str, tensor: Tensor) -> Tensor:
-    """Return the weight of a norm in float32 at least, in which transformers multiplies it, and other tensors unchanged."""
-    is_norm = "norm" in name.rpartition(".")[0].rpartition(".")[2]
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if is_norm else tensor

@@ -19,7 +19,7 @@ from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.decoder_target import DecoderTarget, Shape
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import TARGETS
-from dflash_runtime.models.weights import Weights
+from dflash_runtime.models.weights import Weights, with_wide_norms
 
 NAMES = {
     ".self_attn.sinks": f".self_attn.{SINKS}", ".mlp.router.": ".mlp.gate.", "_proj_bias": "_proj.bias",
@@ -32,7 +32,9 @@ class GptOssTarget(DecoderTarget):
     """A gpt-oss decoder."""
 
     def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
-        super().__init__(config, {_renamed(name): _with_wide_norm(name, weights[name]) for name in weights}, placement)
+        super().__init__(
+            config, {_renamed(name): tensor for name, tensor in with_wide_norms(weights).items()}, placement
+        )
 
     @staticmethod
     def read_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
@@ -74,9 +76,3 @@ def _renamed(name: str) -> str:
     for published, own in NAMES.items():
         name = name.replace(published, own)
     return name
-
-
-def _with_wide_norm(name: str, tensor: Tensor) -> Tensor:
-    """Return the weight of a norm in float32 at least, as transformers keeps it, and other tensors unchanged."""
-    is_norm = name.endswith(("layernorm.weight", ".norm.weight"))
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if is_norm else tensor

@@ -28,8 +28,8 @@ from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import DFlashError, UnsupportedError
+from dflash_runtime.models.head import NO_ID, ScaledHead
 from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, quietly
-from dflash_runtime.models.head import ScaledHead
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 

@@ -50,6 +50,18 @@ def load_weights(
     return stack_projections(stack_experts(tensors, shapes))
 
 
+def with_wide_norms(weights: Weights) -> Weights:
+    """Return the weights of norms in float32 at least, for families of which transformers multiplies them in float32."""
+    return {
+        name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if _is_norm(name) else tensor
+        for name, tensor in weights.items()
+    }
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name.removesuffix(".weight").rpartition(".")[2]
+
+
 def _begins(name: str, prefix: str | None) -> bool:
     return prefix is not None and name.startswith(prefix)
 

@@ -10,6 +10,7 @@ from dflash_runtime.config import (
     ConvolutionConfig,
     DraftConfig,
     ExpertsConfig,
+    GemmaConfig,
     MarkovConfig,
     OwnCache,
     RecurrenceConfig,
@@ -33,7 +34,8 @@ TARGET_CHANGES: dict[str, Any] = {
     "recurrence": RecurrenceConfig(
         layers=(0,), num_key_heads=1, num_value_heads=2, key_size=4, value_size=4, num_taps=4
     ),
-    "other_kv_shapes": {1: (1, 8)}, "own_cache": OwnCache(3, 4),
+    "gemma": GemmaConfig(has_equal_kv=True, logit_cap=30.0), "other_kv_shapes": {1: (1, 8)},
+    "own_cache": OwnCache(3, 4),
     "experts": ExpertsConfig(num_experts=4, num_chosen=2, intermediate_size=8, has_normalised_scores=True, layers=(0,)),
 }  # fmt: skip
 DRAFT_CHANGES: dict[str, Any] = {
