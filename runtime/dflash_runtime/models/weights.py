@@ -51,7 +51,7 @@ def load_weights(
 
 
 def with_wide_norms(weights: Weights) -> Weights:
-    """Return the weights of norms in float32 at least, for families of which transformers multiplies them in float32."""
+    """Return the weights of norms in float32 at least, in which transformers multiplies the norms of some families."""
     return {
         name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if _is_norm(name) else tensor
         for name, tensor in weights.items()
