@@ -46,6 +46,9 @@ HYBRID = Tried(
 )
 """The test of native families with recurrent layers, and of their multimodal models."""
 
+UNLIKE = Tried("test_unlike_layers.py", [kind for kind in FAMILIES if kind.startswith("gemma4")])
+"""The test of native families with unlike layers, and of their multimodal models."""
+
 TRIED = {
     "native": Tried("test_families.py", FAMILIES),
     "transformers": Tried("test_hosted_targets.py", SERVED),
@@ -159,8 +162,8 @@ def answer_and_test(source: TargetSource) -> tuple[str, str]:
     if answer.runtime is None:
         return answer.words, refusal_test(source, answer.reason)
     whole, kind = str(source.checkpoint.config["model_type"]), source.facts.model_type
-    is_recurrent = answer.runtime == "native" and kind in HYBRID.kinds
-    test = f"`{HYBRID.test}`, {whole}" if is_recurrent else which_test(TRIED[answer.runtime], whole, kind)
+    own = next((tried for tried in (HYBRID, UNLIKE) if answer.runtime == "native" and kind in tried.kinds), None)
+    test = which_test(TRIED[answer.runtime], whole, kind) if own is None else f"`{own.test}`, {whole}"
     quantization = answer.quantization
     packed = IN_FP8 if answer.is_fast else QUANTIZED
     return answer.words, test if quantization is None else f"{test}; `{packed}`, {quantization.method}"

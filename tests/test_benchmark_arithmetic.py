@@ -104,6 +104,26 @@ def test_floors_count_the_experts_that_are_read() -> None:
     assert least_ms(floor.verify(1, 512), RATES) == pytest.approx(6.9, abs=0.1)
 
 
+def test_floors_of_sliding_layers_and_packed_experts() -> None:
+    """gpt-oss-20b by hand: 13.2 MB an expert, 12 layers that see 512 tokens of 1,024 bytes, and 12 that see 128."""
+    floor = StepFloor(SHAPES["gpt-oss-20b"])
+    assert floor.experts_bytes(1) == pytest.approx(4 * 24 * 3 * 2880**2 * 17 / 32, rel=0.001)
+    assert floor.experts_bytes(10_000) == pytest.approx(32 * 24 * 3 * 2880**2 * 17 / 32, rel=0.001)
+    assert floor.plain(1, 512)[1].num_bytes == 2 * 2 * 8 * 64 * 12 * (513 + 129)
+    assert least_ms(floor.plain(1, 512), RATES) == pytest.approx(0.866, abs=0.001)
+
+
+@pytest.mark.parametrize(("name", "num_weights"), [("gemma-4-31b", 30.7e9), ("gemma-4-26b-a4b", 25.23e9)])
+def test_floors_of_full_layers_with_other_heads(name: str, num_weights: float) -> None:
+    shape = SHAPES[name]
+    floor = StepFloor(shape)
+    assert floor.read(100_000) + floor.head == pytest.approx(num_weights, rel=0.001)
+    num_full = shape.layers // 6
+    assert shape.full_heads is not None
+    numbers = 5 * num_full * shape.kv_heads * 256 + num_full * shape.full_heads[0] * 512
+    assert floor.plain(1, 512)[1].num_bytes == 2 * 2 * 513 * numbers
+
+
 def test_time_is_accounted_by_kernel_and_by_gap() -> None:
     kernels = [
         accounting.Interval("nvjet_tst_64x8_64x16", 0, 600),

@@ -5,6 +5,9 @@ is one program per expert and tile of columns. It finds the rows that chose its 
 Therefore nothing is sorted. If there are fewer routes than experts, there is one program per route instead. Then the
 program of an expert's first route computes all rows of the expert.
 
+For many rows, routes are sorted by expert, and a program computes a tile of an expert's routes. Only packed weights are
+multiplied in this way: for plain weights, torch's grouped products are as fast.
+
 The output of each route stays a separate part. The next norm adds up the parts of a row, likeliest expert first. The
 sum therefore does not depend on the order in which programs run.
 
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.activation import gate_tiles, silu_mul_ref
+from dflash_kernels.activation import SILU, Gate, gate_options, gate_ref, joined_tiles
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     IS_INTERPRETED,
@@ -30,30 +33,44 @@ from dflash_kernels.launch_config import (
     check_tensors,
     experts_shape,
     jit,
+    packed_experts_shape,
     power_of_2,
     require,
     tl,
 )
+from dflash_kernels.mxfp4 import PACKED_DEPTH, Packed, packed_product_tile, unpack
 from dflash_kernels.product import product_parts
 from dflash_kernels.rope_norm import sum_parts
 
+Weight = Tensor | Packed
+
 
 def choose_experts_ref(
-    hidden: Tensor, router: Tensor, num_chosen: int, has_normalised_scores: bool, num_shared: int = 0
+    hidden: Tensor,
+    router: Tensor,
+    num_chosen: int,
+    has_normalised_scores: bool,
+    num_shared: int = 0,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the likeliest experts of each row, then the shared experts, and their scores.
 
     hidden  [T, hidden]
     router  [E, hidden], or [E + 1, hidden] with shared experts, whose score is the sigmoid of the last row's logit
+    bias    one number per row of `router`, or None
+    factors one number per expert, which multiplies the expert's score, or None
     Returns ids [T, C + S] int64, likeliest first and then E, E + 1, ..., and scores [T, C + S] in the dtype of
     `hidden`. Logits are rounded to this dtype. Scores are their float32 softmax over all experts, or over the chosen
     experts if normalised. Among equal logits, the kernel prefers the lowest id. torch.topk does not promise an order.
     """
-    logits = functional.linear(hidden, router)
+    logits = functional.linear(hidden, router, bias)
     num_experts = _num_routed(router, num_shared)
     scores, chosen = logits[:, :num_experts].softmax(dim=-1, dtype=torch.float32).topk(num_chosen, dim=-1)
     if has_normalised_scores:
         scores = scores / scores.sum(dim=-1, keepdim=True)
+    if factors is not None:
+        scores = scores * factors[chosen]
     scores = scores.to(logits.dtype)
     if not num_shared:
         return chosen, scores
@@ -67,33 +84,59 @@ def _num_routed(router: Tensor, num_shared: int) -> int:
     return len(router) - (1 if num_shared else 0)
 
 
-def experts_ref(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """Return down(silu(gate(x)) * up(x)) * score of each row's experts, as parts that the caller must add up.
+def experts_ref(
+    hidden: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    chosen: Tensor,
+    scores: Tensor,
+    gate: Gate = SILU,
+    biases: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return down(gate(x) * up(x)) * score of each row's experts, as parts that the caller must add up.
 
     hidden   [T, hidden]
-    gate_up  [E, 2 F, hidden]   gate rows, then up rows
-    down     [E, hidden, F]
+    gate_up  [E, 2 F, hidden]   gate rows, then up rows; may be packed
+    down     [E, hidden, F]     may be packed
     chosen   [T, C] int64       different ids within a row
     scores   [T, C]             in the dtype of `hidden`, or float32
+    gate     joins gate and up
+    biases   of `gate_up` [E, 2 F] and of `down` [E, hidden], or None
     Returns [P, T, hidden]. The output of an expert is rounded to the model's dtype before and after the score.
 
     The reference sorts rows by expert and computes two grouped products. It reads no value on the host.
     """
     num_chosen = chosen.shape[1]
     experts, order = chosen.flatten().sort(stable=True)
-    ends = torch.searchsorted(experts, torch.arange(len(down), device=experts.device), right=True, out_int32=True)
-    inner = silu_mul_ref(functional.grouped_mm(hidden[order // num_chosen], gate_up.transpose(1, 2), offs=ends))
-    outputs = functional.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+    first, second = (
+        unpack(weight, hidden.dtype) if isinstance(weight, Packed) else weight for weight in (gate_up, down)
+    )
+    ends = _ends(experts, len(second))
+    added = (None, None) if biases is None else tuple(bias[experts] for bias in biases)
+    inner = gate_ref(_grouped(hidden[order // num_chosen], first, ends, added[0]), gate)
+    outputs = _grouped(inner, second, ends, added[1])
     scored = (outputs * scores.flatten()[order, None]).to(outputs.dtype)
     placed = torch.empty_like(outputs).index_copy_(0, order, scored)
     return placed.view(*chosen.shape, -1).sum(dim=1)[None]
 
 
+def _ends(experts: Tensor, num_experts: int) -> Tensor:
+    """Return the end of each expert's routes among sorted ids, [E] int32."""
+    return torch.searchsorted(experts, torch.arange(num_experts, device=experts.device), right=True, out_int32=True)
+
+
+def _grouped(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply rows, sorted by expert, with the weights of their experts."""
+    product = functional.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    return product if bias is None else product + bias
+
+
 @jit(do_not_specialize=["num_rows", "part_stride"])
 def _choose_kernel(
-    logits, chosen, scores, num_rows, part_stride,
+    logits, bias, factors, chosen, scores, num_rows, part_stride,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_SHARED: tl.constexpr, IS_NORMALISED: tl.constexpr,
-    NUM_PARTS: tl.constexpr, TILE_R: tl.constexpr, TILE_E: tl.constexpr, TILE_C: tl.constexpr, IS_EARLY: tl.constexpr,
+    NUM_PARTS: tl.constexpr, TILE_R: tl.constexpr, TILE_E: tl.constexpr, TILE_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_FACTORS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
@@ -103,7 +146,10 @@ def _choose_kernel(
     is_row, is_expert = row[:, None] < num_rows, expert[None, :] < NUM_EXPERTS
     NUM_LOGITS: tl.constexpr = NUM_EXPERTS + (1 if NUM_SHARED else 0)
     offsets = row[:, None] * NUM_LOGITS + expert[None, :]
-    logit = sum_parts(logits, offsets, is_row & is_expert, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
+    total = sum_parts(logits, offsets, is_row & is_expert, part_stride.to(tl.int64), NUM_PARTS, tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)[None, :]
+    logit = total.to(dtype).to(tl.float32)
     logit = tl.where(is_expert, logit, float("-inf"))
     weight = tl.exp(logit - tl.max(logit, 1)[:, None])
     probs = tl.div_rn(weight, tl.broadcast_to(tl.sum(weight, 1)[:, None], (TILE_R, TILE_E)))
@@ -119,6 +165,8 @@ def _choose_kernel(
     score = best.to(tl.float32, bitcast=True)
     if IS_NORMALISED:
         score = tl.div_rn(score, tl.broadcast_to(tl.sum(score, 1)[:, None], (TILE_R, TILE_C)))
+    if HAS_FACTORS:
+        score *= tl.load(factors + ids, mask=place[None, :] < NUM_CHOSEN, other=0.0).to(tl.float32)
     if NUM_SHARED:
         offset = row[:, None] * NUM_LOGITS + NUM_EXPERTS
         gate = sum_parts(logits, offset, is_row, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
@@ -162,6 +210,24 @@ def find_rows(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_ROUTE: tl
 
 
 @jit
+def _find_tile(ends, index, NUM_EXPERTS: tl.constexpr, TILE_E: tl.constexpr, TILE_R: tl.constexpr):
+    """Return the expert of a tile of sorted routes, and the first route and the end of the tile.
+
+    The tiles of an expert begin at its first route. Programs after the last tile get an empty one.
+    """
+    expert = tl.arange(0, TILE_E)
+    end = tl.load(ends + expert, mask=expert < NUM_EXPERTS, other=0)
+    begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < NUM_EXPERTS), other=0)
+    tiles = (end - begin + TILE_R - 1) // TILE_R
+    tiles = tl.where(expert < NUM_EXPERTS, tiles, 0)
+    upto = tl.cumsum(tiles, 0)
+    is_its = (upto > index) & (upto - tiles <= index)
+    first = tl.sum(tl.where(is_its, begin + (index - upto + tiles) * TILE_R, 0), 0)
+    last = tl.sum(tl.where(is_its, end, 0), 0)
+    return tl.sum(tl.where(is_its, expert, 0), 0), first, tl.minimum(last, first + TILE_R)
+
+
+@jit
 def at_ranks(values, rank, first, TILE_R: tl.constexpr):
     """Return the values [TILE_R] of the rows with the ranks from `first` on. Ranks without a row give 0."""
     is_at = rank[None, :] == (first + tl.arange(0, TILE_R))[:, None]
@@ -169,7 +235,7 @@ def at_ranks(values, rank, first, TILE_R: tl.constexpr):
 
 
 @jit
-def _product_tile(
+def _plain_product_tile(
     weight_rows, hidden_rows, is_column, is_row,
     DEPTH: tl.constexpr, TILE_C: tl.constexpr, TILE_R: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
@@ -191,61 +257,106 @@ def _product_tile(
     return acc
 
 
+@jit
+def _product_tile(
+    weight, scales, expert, column, hidden_rows, is_column, is_row,
+    NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_PACKED: tl.constexpr,
+    TILE_C: tl.constexpr, TILE_R: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows `column` of an expert's weight with hidden rows, which are pointers: float32 [TILE_C, TILE_R]."""
+    if IS_PACKED:
+        acc = packed_product_tile(
+            weight, scales, expert, column, hidden_rows, is_column, is_row, NUM_COLUMNS, DEPTH, TILE_C, TILE_R
+        )
+    else:
+        weight_rows = weight + (expert.to(tl.int64) * NUM_COLUMNS + column) * DEPTH
+        acc = _plain_product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, TILE_C, TILE_R, TILE_K)
+    return acc
+
+
 @jit(do_not_specialize=["num_rows"])
 def _gated_experts_kernel(
-    hidden, weight, chosen, out, num_rows,
+    hidden, weight, scales, bias, chosen, order, ends, out, num_rows,
     HIDDEN_ROW: tl.constexpr, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    IS_BY_ROUTE: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr,
-    TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    IS_BY_ROUTE: tl.constexpr, IS_SORTED: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, NUM_EXPERTS: tl.constexpr, TILE_E: tl.constexpr,
+    TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr, TILE_K: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
-    expert, count, rank, its_route = find_rows(
-        chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
-    )
+    if IS_SORTED:
+        expert, begin, count = _find_tile(ends, tl.program_id(1), NUM_EXPERTS, TILE_E, TILE_R)
+    else:
+        begin = 0
+        expert, count, rank, its_route = find_rows(
+            chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
+        )
     dtype = out.dtype.element_ty
     # Rows of the gate, then rows of `up`: one product with a tile size that suits tensor cores.
     side = tl.arange(0, 2 * TILE_F)
-    column = tl.program_id(0) * TILE_F + side % TILE_F
-    is_column = column < WIDTH
-    weight_rows = weight + (expert.to(tl.int64) * 2 * WIDTH + side // TILE_F * WIDTH + column) * DEPTH
     out_column = tl.program_id(0) * TILE_F + tl.arange(0, TILE_F)
-    for first in range(0, count, TILE_R):
-        route = at_ranks(its_route, rank, first, TILE_R)
+    is_column = tl.program_id(0) * TILE_F + side % TILE_F < WIDTH
+    column = side // TILE_F * WIDTH + tl.program_id(0) * TILE_F + side % TILE_F
+    for first in range(begin, count, TILE_R):
         is_row = first + tl.arange(0, TILE_R) < count
+        if IS_SORTED:
+            route = tl.load(order + first + tl.arange(0, TILE_R), mask=is_row, other=0).to(tl.int32)
+        else:
+            route = at_ranks(its_route, rank, first, TILE_R)
         hidden_rows = hidden + (route // NUM_CHOSEN).to(tl.int64) * HIDDEN_ROW
-        acc = _product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, 2 * TILE_F, TILE_R, TILE_K)
+        acc = _product_tile(
+            weight, scales, expert, column, hidden_rows, is_column, is_row,
+            2 * WIDTH, DEPTH, IS_PACKED, 2 * TILE_F, TILE_R, TILE_K,
+        )  # fmt: skip
+        if HAS_BIAS:
+            added = tl.load(bias + expert.to(tl.int64) * 2 * WIDTH + column, mask=is_column, other=0.0)
+            acc += added.to(tl.float32)[:, None]
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_F, TILE_R)), (1, 2, 0)))
-        gated = gate_tiles(gate.to(dtype), up.to(dtype))
+        gated = joined_tiles(gate.to(dtype), up.to(dtype), KIND, ALPHA, LIMIT)
         place = route[None, :].to(tl.int64) * WIDTH + out_column[:, None]
         tl.store(out + place, gated, mask=is_row[None, :] & (out_column < WIDTH)[:, None])
 
 
 @jit(do_not_specialize=["num_rows"])
 def _down_experts_kernel(
-    hidden, weight, chosen, scores, out, num_rows,
+    hidden, weight, scales, bias, chosen, scores, order, ends, out, num_rows,
     NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, IS_BY_ROUTE: tl.constexpr,
-    TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    IS_SORTED: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    TILE_E: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
-    # Load the scores together with the routes, so that both wait for memory at the same time.
-    routes, is_route = all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
-    score_tile = tl.load(scores + routes, mask=is_route, other=0.0).to(tl.float32)
-    expert, count, rank, its_route = find_rows(
-        chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
-    )
-    its_score = tl.sum(tl.where(routes == its_route[:, None], score_tile, 0.0), 1)
+    if IS_SORTED:
+        expert, begin, count = _find_tile(ends, tl.program_id(1), NUM_EXPERTS, TILE_E, TILE_R)
+    else:
+        begin = 0
+        # Load the scores together with the routes, so that both wait for memory at the same time.
+        routes, is_route = all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
+        score_tile = tl.load(scores + routes, mask=is_route, other=0.0).to(tl.float32)
+        expert, count, rank, its_route = find_rows(
+            chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
+        )
+        its_score = tl.sum(tl.where(routes == its_route[:, None], score_tile, 0.0), 1)
     dtype = out.dtype.element_ty
     column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
     is_column = column < WIDTH
-    weight_rows = weight + (expert.to(tl.int64) * WIDTH + column) * DEPTH
-    for first in range(0, count, TILE_R):
-        route = at_ranks(its_route, rank, first, TILE_R)
+    for first in range(begin, count, TILE_R):
         is_row = first + tl.arange(0, TILE_R) < count
-        score = at_ranks(its_score, rank, first, TILE_R)
+        if IS_SORTED:
+            route = tl.load(order + first + tl.arange(0, TILE_R), mask=is_row, other=0).to(tl.int32)
+            score = tl.load(scores + route, mask=is_row, other=0.0).to(tl.float32)
+        else:
+            route = at_ranks(its_route, rank, first, TILE_R)
+            score = at_ranks(its_score, rank, first, TILE_R)
         hidden_rows = hidden + route.to(tl.int64) * DEPTH
-        acc = _product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, TILE_C, TILE_R, TILE_K)
+        acc = _product_tile(
+            weight, scales, expert, column, hidden_rows, is_column, is_row,
+            WIDTH, DEPTH, IS_PACKED, TILE_C, TILE_R, TILE_K,
+        )  # fmt: skip
+        if HAS_BIAS:
+            added = tl.load(bias + expert.to(tl.int64) * WIDTH + column, mask=is_column, other=0.0)
+            acc += added.to(tl.float32)[:, None]
         scored = (acc.to(dtype).to(tl.float32) * score[None, :]).to(dtype)
         part_row = (route % NUM_CHOSEN).to(tl.int64) * num_rows + route // NUM_CHOSEN
         place = part_row[None, :] * WIDTH + column[:, None]
@@ -253,61 +364,112 @@ def _down_experts_kernel(
 
 
 def choose_experts(
-    hidden: Tensor, router: Tensor, num_chosen: int, has_normalised_scores: bool, num_shared: int = 0
+    hidden: Tensor,
+    router: Tensor,
+    num_chosen: int,
+    has_normalised_scores: bool,
+    num_shared: int = 0,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `choose_experts_ref`: the router's product in parts, then one launch that adds them up and chooses."""
-    check_tensors(hidden, router)
-    check_dtypes(hidden, router)
+    per_expert = [item for item in (bias, factors) if item is not None]
+    check_tensors(hidden, router, *per_expert)
+    check_dtypes(hidden, router, *per_expert)
     num_rows, num_experts = len(hidden), _num_routed(router, num_shared)
     num_routes = num_chosen + num_shared
     require(0 < num_chosen <= num_experts, "num_chosen", "from 1 to the number of experts")
+    is_fitting = all(item.shape == (len(router),) and not num_shared for item in per_expert)
+    require(is_fitting, "bias, factors", "one number per expert, and no shared experts")
     chosen = torch.empty((num_rows, num_routes), dtype=torch.int64, device=hidden.device)
     scores = torch.empty((num_rows, num_routes), dtype=hidden.dtype, device=hidden.device)
     if num_rows:
         logits = product_parts(hidden, router)
+        added, scale = (logits if item is None else item for item in (bias, factors))
         _choose_kernel[(ceil_div(num_rows, ROUTED_ROWS),)](
-            logits, chosen, scores, num_rows, logits.stride(0),
+            logits, added, scale, chosen, scores, num_rows, logits.stride(0),
             NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, NUM_SHARED=num_shared, IS_NORMALISED=has_normalised_scores,
             NUM_PARTS=len(logits), TILE_R=ROUTED_ROWS, TILE_E=power_of_2(num_experts), TILE_C=power_of_2(num_routes),
-            num_warps=4, enable_fp_fusion=False, **early(hidden.device),
+            HAS_BIAS=bias is not None, HAS_FACTORS=factors is not None, num_warps=4, enable_fp_fusion=False,
+            **early(hidden.device),
         )  # fmt: skip
     return chosen, scores
 
 
-def experts(hidden: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
-    """Compute `experts_ref` in two launches, with one part per chosen expert. Many rows use the reference."""
-    if not _is_few(hidden):
-        return experts_ref(hidden, gate_up, down, chosen, scores)
-    check_tensors(hidden, gate_up, down, chosen, scores)
-    check_dtypes(hidden, gate_up, down)
+def experts(
+    hidden: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    chosen: Tensor,
+    scores: Tensor,
+    gate: Gate = SILU,
+    biases: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Compute `experts_ref` with one part per chosen expert, in two launches.
+
+    Many rows of packed weights take two launches more, which sort routes, and of plain weights use the reference.
+    """
+    is_packed = isinstance(down, Packed)
+    if not _is_ours(hidden, gate_up, down):
+        return experts_ref(hidden, gate_up, down, chosen, scores, gate, biases)
+    weights = (*_tensors_of(gate_up), *_tensors_of(down))
+    check_tensors(hidden, *weights, chosen, scores, *(biases or ()))
+    check_dtypes(hidden, *(biases or ()), *(() if is_packed else weights))
     require(scores.dtype in (hidden.dtype, torch.float32), "scores", "the dtype of `hidden`, or float32")
     num_experts, width, depth = down.shape
     num_rows, num_chosen = chosen.shape
     require(hidden.shape == (num_rows, width), "hidden", "one row per row of `chosen`, as wide as `down`")
     require(scores.shape == chosen.shape, "scores", "the shape of `chosen`")
-    require(gate_up.shape == (num_experts, 2 * depth, width), "gate_up", "the experts and widths of `down`")
+    require(tuple(gate_up.shape) == (num_experts, 2 * depth, width), "gate_up", "the experts and widths of `down`")
     require(hidden.stride(1) == 1, "hidden", "contiguous rows")
-    are_contiguous = all(tensor.is_contiguous() for tensor in (gate_up, down, chosen, scores))
+    are_contiguous = all(tensor.is_contiguous() for tensor in (*weights, chosen, scores))
     require(are_contiguous, "gate_up, down, chosen, scores", "contiguous memory")
-    shape = experts_shape(num_rows, num_chosen, num_experts, hidden.element_size(), hidden.device)
+    shapes = (num_experts, 2 * depth), (num_experts, width)
+    require(biases is None or (biases[0].shape, biases[1].shape) == shapes, "biases", "one number per row of weights")
+    is_sorted = num_rows > MAX_EXPERT_ROWS
+    shape_of = packed_experts_shape if is_packed else experts_shape
+    shape = shape_of(num_rows, num_chosen, num_experts, hidden.element_size(), hidden.device)
     inner = torch.empty((num_rows * num_chosen, depth), dtype=hidden.dtype, device=hidden.device)
     out = torch.empty((num_chosen, num_rows, width), dtype=hidden.dtype, device=hidden.device)
-    options = _options(shape, num_chosen, hidden.device)
+    options = {
+        "IS_SORTED": is_sorted, "IS_PACKED": is_packed, "HAS_BIAS": biases is not None, "NUM_EXPERTS": num_experts,
+        "TILE_E": power_of_2(num_experts), **_options(shape, num_chosen, hidden.device),
+    }  # fmt: skip
+    order = ends = chosen
     num_programs = num_rows * num_chosen if shape.is_by_route else num_experts
+    if is_sorted:
+        sorted_ids, order = chosen.flatten().sort(stable=True)
+        ends = _ends(sorted_ids, num_experts)
+        num_programs = num_rows * num_chosen // shape.rows + num_experts
+    added = (inner, inner) if biases is None else tuple(bias.contiguous() for bias in biases)
     _gated_experts_kernel[(ceil_div(depth, shape.columns // 2), num_programs)](
-        hidden, gate_up, chosen, inner, num_rows,
-        HIDDEN_ROW=hidden.stride(0), WIDTH=depth, DEPTH=width, TILE_F=shape.columns // 2, **options,
+        hidden, *_with_scales(gate_up), added[0], chosen, order, ends, inner, num_rows,
+        HIDDEN_ROW=hidden.stride(0), WIDTH=depth, DEPTH=width, TILE_F=shape.columns // 2,
+        **gate_options(gate), **options,
     )  # fmt: skip
     _down_experts_kernel[(ceil_div(width, shape.columns), num_programs)](
-        inner, down, chosen, scores, out, num_rows,
+        inner, *_with_scales(down), added[1], chosen, scores, order, ends, out, num_rows,
         WIDTH=width, DEPTH=depth, TILE_C=shape.columns, **options,
     )  # fmt: skip
     return out
 
 
-def _is_few(hidden: Tensor) -> bool:
-    """Return whether our kernels compute the experts of these rows, because reading the weights dominates the time."""
-    return 0 < len(hidden) <= MAX_EXPERT_ROWS and (hidden.element_size() == 2 or IS_INTERPRETED)
+def _tensors_of(weight: Weight) -> tuple[Tensor, ...]:
+    return (weight.numbers, weight.scales) if isinstance(weight, Packed) else (weight,)
+
+
+def _with_scales(weight: Weight) -> tuple[Tensor, Tensor]:
+    """Return the two weight arguments of a launch."""
+    return (weight.numbers, weight.scales) if isinstance(weight, Packed) else (weight, weight)
+
+
+def _is_ours(hidden: Tensor, gate_up: Weight, down: Weight) -> bool:
+    """Return whether our kernels compute these experts: few rows, or packed weights that they can unpack."""
+    if not len(hidden) or not (hidden.element_size() == 2 or IS_INTERPRETED):
+        return False
+    if isinstance(down, Packed):
+        return gate_up.shape[-1] % PACKED_DEPTH == 0 and down.shape[-1] % PACKED_DEPTH == 0
+    return len(hidden) <= MAX_EXPERT_ROWS
 
 
 def _options(shape: ExpertsShape, num_chosen: int, device: torch.device) -> dict[str, object]:

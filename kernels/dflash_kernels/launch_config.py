@@ -326,6 +326,22 @@ def experts_shape(
     return ExpertsShape(rows, columns, depth, num_stages, sought_rows, is_by_route)
 
 
+def packed_experts_shape(
+    num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
+) -> ExpertsShape:
+    """As `experts_shape`, for packed weights. A tile has 32 numbers of both halves of a row, with one scale each.
+
+    Programs are small, so that the instructions that unpack are spread evenly over the device.
+    """
+    if num_rows > MAX_EXPERT_ROWS:
+        num_stages = fitting_stages(3, (128 + 2 * 64 * itemsize) * 32, 0, device)
+        return ExpertsShape(64, 128, 32, num_stages, MIN_DOT, is_by_route=False)
+    plain = experts_shape(num_rows, num_chosen, num_experts, itemsize, device)
+    columns = 64
+    num_stages = fitting_stages(6, (columns + 2 * plain.rows * itemsize) * 32, 0, device)
+    return replace(plain, columns=columns, depth=32, num_stages=num_stages)
+
+
 @dataclass(frozen=True, slots=True)
 class RaggedShape:
     """Tiles of prefill attention, one choice per model: packed rows (query heads x rows), keys, and launch options.

@@ -10,7 +10,7 @@ Axis letters: T rows, K inner width, F width of a gated product.
 import torch
 from torch import Tensor
 
-from dflash_kernels.activation import gate_tiles
+from dflash_kernels.activation import SILU, Gate, gate_options, joined_tiles
 from dflash_kernels.launch_config import (
     TensorDescriptor,
     ceil_div,
@@ -29,6 +29,7 @@ from dflash_kernels.tile_loads import DESCRIPTOR_BYTES, can_describe, describe
 def _gate_many_rows_kernel(
     hidden, gate_up, out, num_rows, tiles_together,
     WIDTH: tl.constexpr, DEPTH: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     NUM_COLUMN_TILES: tl.constexpr = (WIDTH + TILE_C - 1) // TILE_C
@@ -46,7 +47,7 @@ def _gate_many_rows_kernel(
             both = gate_up.load([0, column, inner]).reshape(2 * TILE_C, TILE_K)
             acc = tl.dot(rows, tl.trans(both), acc, input_precision="ieee")
         gate, up = acc.reshape(TILE_R, 2, TILE_C).permute(0, 2, 1).split()
-        out.store([row, column], gate_tiles(gate.to(out.dtype), up.to(out.dtype)))
+        out.store([row, column], joined_tiles(gate.to(out.dtype), up.to(out.dtype), KIND, ALPHA, LIMIT))
 
 
 def cut_of_many_rows(hidden: Tensor, weight: Tensor) -> ManyRowsShape | None:
@@ -56,7 +57,7 @@ def cut_of_many_rows(hidden: Tensor, weight: Tensor) -> ManyRowsShape | None:
     return many_rows_shape(len(hidden), width, itemsize, hidden.device) if is_described else None
 
 
-def gate_many_rows(hidden: Tensor, weight: Tensor, shape: ManyRowsShape) -> Tensor:
+def gate_many_rows(hidden: Tensor, weight: Tensor, shape: ManyRowsShape, gate: Gate = SILU) -> Tensor:
     """Compute `gated_product_ref` in one launch: [T, K], [2 F, K] -> [T, F]. All three tensors allow descriptors."""
     check_tensors(hidden, weight)
     check_dtypes(hidden, weight)
@@ -72,6 +73,6 @@ def gate_many_rows(hidden: Tensor, weight: Tensor, shape: ManyRowsShape) -> Tens
         describe(hidden, shape.rows, shape.depth), both, describe(out, shape.rows, shape.columns),
         num_rows, shape.tiles_together, WIDTH=width, DEPTH=depth, NUM_PROGRAMS=num_programs,
         TILE_R=shape.rows, TILE_C=shape.columns, TILE_K=shape.depth, NUM_STAGES=shape.num_stages,
-        num_warps=shape.num_warps, enable_fp_fusion=False,
+        num_warps=shape.num_warps, enable_fp_fusion=False, **gate_options(gate),
     )  # fmt: skip
     return out

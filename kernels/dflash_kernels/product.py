@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.activation import gate_tiles, silu_mul, silu_mul_ref
+from dflash_kernels.activation import SILU, Gate, gate_options, gate_ref, joined_tiles, silu_mul
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     IS_INTERPRETED,
@@ -35,29 +35,30 @@ from dflash_kernels.product_config import MAX_PRODUCT_ROWS, ProductShape, produc
 from dflash_kernels.tile_loads import can_describe, describe
 
 
-def product_ref(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return `hidden @ weight.T`: [T, K], [N, K] -> [T, N]."""
-    return functional.linear(hidden, weight)
+def product_ref(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `hidden @ weight.T + bias`: [T, K], [N, K], [N] -> [T, N]."""
+    return functional.linear(hidden, weight, bias)
 
 
-def product_parts_ref(hidden: Tensor, weight: Tensor) -> Tensor:
+def product_parts_ref(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `product_ref` as parts [P, T, N] that the caller must add up and round to the model's dtype.
 
     Each implementation decides the number of parts and their dtype: float32 or the model's dtype.
     """
-    return functional.linear(hidden, weight)[None]
+    return functional.linear(hidden, weight, bias)[None]
 
 
-def gated_product_ref(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return silu(gate) * up of a product with gate rows, then up rows: [T, K], [2 F, K] -> [T, F]."""
-    return silu_mul_ref(functional.linear(hidden, weight))
+def gated_product_ref(hidden: Tensor, weight: Tensor, gate: Gate = SILU) -> Tensor:
+    """Return the gate of a product with gate rows, then up rows: [T, K], [2 F, K] -> [T, F]."""
+    return gate_ref(functional.linear(hidden, weight), gate)
 
 
 @jit(do_not_specialize=["num_rows"])
 def _product_kernel(
-    hidden, weight, out, num_rows, hidden_row,
+    hidden, weight, bias, out, num_rows, hidden_row,
     NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_PARTS: tl.constexpr,
-    IS_GATED: tl.constexpr, HAS_DESCRIPTORS: tl.constexpr,
+    IS_GATED: tl.constexpr, HAS_DESCRIPTORS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
@@ -99,32 +100,37 @@ def _product_kernel(
             up = tl.dot(loaded, tl.trans(rows), up, input_precision="ieee")
     if IS_GATED:
         dtype = out.dtype.element_ty
-        acc = gate_tiles(acc.to(dtype), up.to(dtype)).to(tl.float32)
+        acc = joined_tiles(acc.to(dtype), up.to(dtype), KIND, ALPHA, LIMIT).to(tl.float32)
+    if HAS_BIAS:
+        added = tl.load(bias + column, mask=is_column & (part == 0), other=0.0)
+        acc += added.to(tl.float32)[:, None]
     place = (part.to(tl.int64) * num_rows + row[None, :]) * NUM_COLUMNS + column[:, None]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
 
 
-def product(hidden: Tensor, weight: Tensor) -> Tensor:
+def product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `product_ref` in one launch."""
     shape = _shape_of(hidden, weight)
-    return functional.linear(hidden, weight) if shape is None else _launch(hidden, weight, shape)[0]
+    return functional.linear(hidden, weight, bias) if shape is None else _launch(hidden, weight, shape, bias=bias)[0]
 
 
-def product_parts(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Compute `product_parts_ref` in one launch, with enough parts to fill the device."""
+def product_parts(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `product_parts_ref` in one launch, with enough parts to fill the device. The first part has the bias."""
     shape = _shape_of(hidden, weight, has_parts=True)
     if shape is None:
-        return functional.linear(hidden, weight)[None]
-    return _launch(hidden, weight, shape, has_parts=True)
+        return functional.linear(hidden, weight, bias)[None]
+    return _launch(hidden, weight, shape, bias=bias, has_parts=True)
 
 
-def gated_product(hidden: Tensor, weight: Tensor) -> Tensor:
+def gated_product(hidden: Tensor, weight: Tensor, gate: Gate = SILU) -> Tensor:
     """Compute `gated_product_ref` in one launch, or in two if a library is faster."""
     shape = _shape_of(hidden, weight, is_gated=True)
     if shape is None:
         cut = cut_of_many_rows(hidden, weight)
-        return silu_mul(functional.linear(hidden, weight)) if cut is None else gate_many_rows(hidden, weight, cut)
-    return _launch(hidden, weight, shape, is_gated=True)[0]
+        if cut is not None:
+            return gate_many_rows(hidden, weight, cut, gate)
+        return silu_mul(functional.linear(hidden, weight), gate)
+    return _launch(hidden, weight, shape, gate=gate)[0]
 
 
 def _shape_of(
@@ -148,15 +154,23 @@ def _shape_of(
 
 
 def _launch(
-    hidden: Tensor, weight: Tensor, shape: ProductShape, *, has_parts: bool = False, is_gated: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    shape: ProductShape,
+    *,
+    bias: Tensor | None = None,
+    has_parts: bool = False,
+    gate: Gate | None = None,
 ) -> Tensor:
-    """Launch the kernel once. Returns [P, T, N], or [1, T, F] if gated."""
-    check_tensors(hidden, weight)
-    check_dtypes(hidden, weight)
+    """Launch the kernel once. Returns [P, T, N], or [1, T, F] with a gate."""
+    biases, is_gated = () if bias is None else (bias,), gate is not None
+    check_tensors(hidden, weight, *biases)
+    check_dtypes(hidden, weight, *biases)
     num_rows, depth = hidden.shape
     require(weight.dim() == 2 and weight.shape[1] == depth, "weight", "as many columns as `hidden`")
     require(weight.is_contiguous() and hidden.stride(1) == 1, "hidden, weight", "contiguous rows")
     require(not is_gated or len(weight) % 2 == 0, "weight", "equally many gate rows and up rows")
+    require(bias is None or bias.shape == (len(weight),), "bias", "one number per row of `weight`")
     num_columns = len(weight) // 2 if is_gated else len(weight)
     dtype = torch.float32 if shape.num_parts > 1 else hidden.dtype
     out = torch.empty((shape.num_parts, num_rows, num_columns), dtype=dtype, device=hidden.device)
@@ -164,10 +178,11 @@ def _launch(
     if shape.has_descriptors:
         factors = (describe(hidden, shape.rows, shape.depth), describe(weight, shape.columns, shape.depth))
     _product_kernel[(ceil_div(num_rows, shape.rows), ceil_div(num_columns, shape.columns), shape.num_parts)](
-        *factors, out, num_rows, hidden.stride(0),
+        *factors, out if bias is None else bias.contiguous(), out, num_rows, hidden.stride(0),
         NUM_COLUMNS=num_columns, DEPTH=depth, NUM_PARTS=shape.num_parts, HAS_PARTS=has_parts,
-        IS_GATED=is_gated, HAS_DESCRIPTORS=shape.has_descriptors,
+        IS_GATED=is_gated, HAS_DESCRIPTORS=shape.has_descriptors, HAS_BIAS=bias is not None,
         TILE_R=shape.rows, TILE_C=shape.columns, TILE_K=shape.depth,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=False, **early(hidden.device),
+        num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=False,
+        **gate_options(gate or SILU), **early(hidden.device),
     )  # fmt: skip
     return out

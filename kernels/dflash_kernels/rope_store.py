@@ -29,6 +29,7 @@ from dflash_kernels.rope_norm import (
     check_weight,
     norm_half_tiles,
     norm_rope_ref,
+    rms_norm_ref,
     rotate_half_tiles,
     sum_parts,
     sum_parts_ref,
@@ -58,7 +59,8 @@ def rope_store_ref(
     """Normalise and rotate the query and key heads of a projection, and store keys and values.
 
     parts       [P, T, (H + 2 KV) * D]   queries, keys, values, as returned by `product_parts_ref`; D even
-    head_norms  [H + KV, D]              norm weight of each query head, then of each key head; None for no norm
+    head_norms  [H + KV, D]              norm weight of each query head, then of each key head; None for no norm.
+                                         [H + 2 KV, D] normalises values too, which are not rotated
     cos, sin    [T, D]                   rows of the rope table
     place       caches and slots, written; None stores nothing
     Returns [T, H + 2 KV, D]: rotated queries, rotated keys, values.
@@ -67,6 +69,9 @@ def rope_store_ref(
     """
     rows = sum_parts_ref(parts, cos.dtype).view(len(cos), -1, cos.shape[1])
     heads, values = rows[:, :-num_kv], rows[:, -num_kv:]
+    if head_norms is not None and len(head_norms) == rows.shape[1]:
+        head_norms, value_norms = head_norms[:-num_kv], head_norms[-num_kv:]
+        values = rms_norm_ref(values, value_norms, eps)
     heads = norm_rope_ref(heads, head_norms, eps, cos, sin)
     if place is not None:
         kv_store_ref(heads[:, -num_kv:], values, *place)
@@ -89,8 +94,8 @@ def _rope_store_kernel(
     parts, weight, cos, sin, out, key_cache, value_cache, slots,
     parts_row, part_stride, cos_row, sin_row, cache_page, cache_row, cache_head, eps,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_H: tl.constexpr,
-    TILE_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE_H: tl.constexpr, TILE_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64) * TILE_H + tl.arange(0, TILE_H)[:, None]
@@ -102,7 +107,8 @@ def _rope_store_kernel(
     is_element = (head < NUM_ROTATED + NUM_KV) & (dim < HALF)
     # Load the weights before the sums, so that all loads wait for memory at the same time.
     if HAS_NORM:
-        norm_first, norm_second = _load_halves(weight + head * HEAD_DIM + dim, is_rotated & is_element, HALF)
+        is_normed = is_element if HAS_VALUE_NORM else is_rotated & is_element
+        norm_first, norm_second = _load_halves(weight + head * HEAD_DIM + dim, is_normed, HALF)
     # The previous launch may still run: it writes neither rotations nor slots.
     cos_first, cos_second = _load_halves(cos + row * cos_row + dim, dim < HALF, HALF)
     sin_first, sin_second = _load_halves(sin + row * sin_row + dim, dim < HALF, HALF)
@@ -117,6 +123,8 @@ def _rope_store_kernel(
     first, second = plain_first, plain_second
     if HAS_NORM:
         first, second = norm_half_tiles(first, second, norm_first, norm_second, eps, HEAD_DIM)
+        if HAS_VALUE_NORM:
+            plain_first, plain_second = first, second
     first, second = rotate_half_tiles(first, second, cos_first, cos_second, sin_first, sin_second)
     # A tile may contain key heads and value heads. Value heads are not rotated.
     first, second = tl.where(is_rotated, first, plain_first), tl.where(is_rotated, second, plain_second)
@@ -152,7 +160,8 @@ def rope_store(
     require(width % head_dim == 0, "parts", "whole heads")
     num_heads = width // head_dim - 2 * num_kv
     require(num_heads > 0, "parts", "query heads, key heads and value heads")
-    shape = (num_heads + num_kv, head_dim)
+    has_value_norm = head_norms is not None and len(head_norms) == num_heads + 2 * num_kv
+    shape = (num_heads + num_kv * (2 if has_value_norm else 1), head_dim)
     require(head_norms is None or head_norms.shape == shape, "head_norms", "one norm per query and key head")
     require(cos.shape == sin.shape == (num_rows, head_dim), "cos, sin", "one row per row of the projection")
     require(parts.stride(2) == cos.stride(1) == sin.stride(1) == 1, "parts, cos, sin", "contiguous rows")
@@ -171,8 +180,8 @@ def rope_store(
             *caches, cos if place is None else place.slots.contiguous(),
             parts.stride(1), parts.stride(0), cos.stride(0), sin.stride(0), *strides, eps,
             NUM_HEADS=num_heads, NUM_KV=num_kv, HEAD_DIM=head_dim, NUM_PARTS=num_parts,
-            HAS_NORM=head_norms is not None, HAS_PLACE=place is not None, PAGE_SIZE=page_size,
-            TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,
-            **early(parts.device),
+            HAS_NORM=head_norms is not None, HAS_VALUE_NORM=has_value_norm, HAS_PLACE=place is not None,
+            PAGE_SIZE=page_size, TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half),
+            enable_fp_fusion=False, **early(parts.device),
         )  # fmt: skip
     return out

@@ -54,6 +54,7 @@ from dflash_kernels.row_changes import (
     switch_on_rows_ref,
 )
 from dflash_kernels.sampling import Chosen, argmax, argmax_ref, sample, sample_ref
+from dflash_kernels.sandwich_norm import sandwich_norm, sandwich_norm_ref
 from dflash_kernels.slot_mapping import locate_rows, locate_rows_ref
 from dflash_kernels.state_snapshots import keep_passed, keep_passed_ref
 from dflash_kernels.step_rows import (
@@ -78,12 +79,13 @@ class Kernels:
     kv_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    sandwich_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_store: Callable[[Tensor, Tensor | None, float, Tensor, Tensor, int, KVPlace | None], Tensor]
-    product: Callable[[Tensor, Tensor], Tensor]
-    product_parts: Callable[[Tensor, Tensor], Tensor]
-    gated_product: Callable[[Tensor, Tensor], Tensor]
+    product: Callable[..., Tensor]
+    product_parts: Callable[..., Tensor]
+    gated_product: Callable[..., Tensor]
     choose_experts: Callable[..., tuple[Tensor, Tensor]]
-    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    experts: Callable[..., Tensor]
     fp8_product: Callable[[Tensor, Fp8Weight], Tensor]
     fp8_product_parts: Callable[[Tensor, Fp8Weight], Tensor]
     fp8_gated_product: Callable[[Tensor, Fp8Weight], Tensor]
@@ -118,6 +120,7 @@ REFERENCE = Kernels(
     kv_store=kv_store_ref,
     rms_norm=rms_norm_ref,
     add_rms_norm=add_rms_norm_ref,
+    sandwich_norm=sandwich_norm_ref,
     rope_store=rope_store_ref,
     product=product_ref,
     product_parts=product_parts_ref,
@@ -158,6 +161,7 @@ _TRITON = Kernels(
     kv_store=kv_store,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
+    sandwich_norm=sandwich_norm,
     rope_store=rope_store,
     product=product,
     product_parts=product_parts,

@@ -272,11 +272,25 @@ class TargetFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedGate:
+    """A gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), with both factors limited before."""
+
+    alpha: float
+    limit: float
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "limit"):
+            if not is_number(getattr(self, name)) or not getattr(self, name) > 0:
+                raise InvalidConfig(f"swiglu_{name}", getattr(self, name), "a positive number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     """Mixture of experts: in `layers`, a router chooses `num_chosen` experts per row instead of one feed-forward.
 
     Scores are the router's probabilities. With `has_normalised_scores` the scores of the chosen experts sum to one.
     With `shared_size` every row also has a feed-forward of this inner width, multiplied by a gate.
+    `clamp` replaces the activation of experts; None: they have the activation of the config.
     """
 
     num_experts: int
@@ -285,6 +299,7 @@ class ExpertsConfig:
     has_normalised_scores: bool
     layers: tuple[int, ...]
     shared_size: int | None = None
+    clamp: ClampedGate | None = None
 
     def __post_init__(self) -> None:
         _require_count("num_experts", self.num_experts)
@@ -337,6 +352,22 @@ class RecurrenceConfig:
         return 2 * self.keys_width + self.values_width
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmaConfig:
+    """The parts of a Gemma 4 target that other decoders lack.
+
+    has_equal_kv   in full layers, the values are the keys before their norm and rope
+    logit_cap      caps logits: `cap * tanh(logits / cap)`; None for no cap
+    """
+
+    has_equal_kv: bool
+    logit_cap: float | None
+
+    def __post_init__(self) -> None:
+        if self.logit_cap is not None and not self.logit_cap > 0:
+            raise InvalidConfig("final_logit_softcapping", self.logit_cap, "a positive number")
+
+
 @dataclass(frozen=True, slots=True)
 class OwnCache:
     """The size of a target's own cache: bytes per token, plus bytes per text of any length."""
@@ -349,8 +380,10 @@ class OwnCache:
 class TargetConfig(TargetFacts):
     """A decoder target that can run: with full and sliding layers, or with its own cache.
 
+    has_sinks         every layer has an attention sink for each head
     rotary_dim        how many dimensions of each head rope rotates, the first ones; None for all
     recurrence        the layers with a recurrent state instead of KV; None if every layer attends
+    gemma             the parts of a Gemma 4 target; None for another target
     other_kv_shapes   number of KV heads and head size of each layer that differs from the config
     own_cache         size of the target's own cache; None for KV in pages. With its own cache, only the target's own
                       code uses its heads and windows.
@@ -368,8 +401,10 @@ class TargetConfig(TargetFacts):
     attention_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None
+    has_sinks: bool = False
     rotary_dim: int | None = None
     recurrence: RecurrenceConfig | None = None
+    gemma: GemmaConfig | None = None
     other_kv_shapes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     own_cache: OwnCache | None = None
 

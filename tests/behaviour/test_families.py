@@ -75,6 +75,22 @@ EXPERTS: Json = {
     "moe_intermediate_size": 16,
     "head_dim": 8,
 }
+GPT_OSS: Json = {
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+}
 FAMILIES: dict[str, Json] = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3},
     "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 16},
@@ -97,7 +113,12 @@ FAMILIES: dict[str, Json] = {
         "use_sliding_window": True,
         "sliding_window": WINDOW,
     },
-}
+    "gpt_oss": {**GPT_OSS, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_oss, limited": {
+        **GPT_OSS, "layer_types": ["full_attention", *["sliding_attention"] * 3], "swiglu_limit": 0.4, "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+}  # fmt: skip
 """Name -> the keys of its config other than the sizes."""
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65)
@@ -355,6 +376,7 @@ def test_windows_are_read_without_layer_types(tmp_path: Path) -> None:
 
 
 def test_every_family_is_compared() -> None:
-    """`test_hybrid_targets.py` compares the families with recurrent layers."""
+    """`test_hybrid_targets.py` compares the families with recurrent layers, and `test_unlike_layers.py` Gemma 4."""
     hybrids = {"qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"}
-    assert {item["model_type"] for item in FAMILIES.values()} | hybrids == set(target_families())
+    gemmas = {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"}
+    assert {item["model_type"] for item in FAMILIES.values()} | hybrids | gemmas == set(target_families())

@@ -13,6 +13,7 @@ from dflash_runtime.models.experts import ONE_LAUNCH
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import make_model
+from dflash_testing.packed_models import pack_experts
 from dflash_testing.pairs import random_prompts
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +34,11 @@ WITH_SHARED = {
     "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32,
 }  # fmt: skip
-KINDS: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "qwen3_5_moe_text": WITH_SHARED, "qwen3_next": WITH_SHARED}
+GPT_OSS = {"num_local_experts": 16, "intermediate_size": 64}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {}, "qwen3_5_moe_text": WITH_SHARED, "qwen3_next": WITH_SHARED, "gpt_oss": GPT_OSS,
+    "gpt_oss, packed": GPT_OSS,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -42,10 +47,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if torch.cuda.get_device_capability()[0] not in ONE_LAUNCH:
         pytest.skip("torch's grouped product waits for the host on this GPU")
     folder = tmp_path_factory.mktemp("experts")
-    make_model(
-        folder / "target", request.param, hidden_size=64, head_dim=64, vocab_size=128, num_experts=16,
+    model = make_model(
+        folder / "target", request.param.partition(",")[0], hidden_size=64, head_dim=64, vocab_size=128, num_experts=16,
         num_experts_per_tok=4, moe_intermediate_size=32, **KINDS[request.param],
     )  # fmt: skip
+    if "packed" in request.param:
+        pack_experts(folder / "target", model)
     return support.make_native(folder / "dflash-draft", SHAPE), folder / "target"
 
 

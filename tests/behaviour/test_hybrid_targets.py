@@ -1,23 +1,21 @@
 """Native targets with recurrent layers generate transformers' text, however many tokens of a block are rejected."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.config import RopeConfig, TargetConfig
+from dflash_runtime.config import RopeConfig
 from dflash_runtime.device import recurrent
 from dflash_runtime.device.recurrent import LATEST, STATES, BlockRecall
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.cache_state import TextState
-from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.target import Target, find_target_runtime, load_target
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
@@ -25,7 +23,7 @@ from dflash_testing.handoffs import MemoryConnector, go_on, hand_off, keys_of
 from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
 from dflash_testing.multimodal_models import make_wrapper
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
-from dflash_testing.plain_loop import plain_loop
+from dflash_testing.plain_loop import WholeText, plain_loop
 from dflash_testing.refusals import refuses
 
 NUM_DRAFTS, NUM_TOKENS = 7, 20
@@ -244,22 +242,6 @@ def test_outputs_of_every_layer_equal_transformers(hybrid: Hybrid) -> None:
     wanted = torch.cat([out.hidden_states[layer + 1][0] for layer in layers], dim=-1)
     found = read_features(hybrid.target, placement(), 16, text, list(layers))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-
-
-class WholeText:
-    """A target that transformers runs on the whole text, without a cache. It keeps nothing of rejected tokens."""
-
-    def __init__(self, model: Any, config: TargetConfig) -> None:
-        self.config, self.embedding_scale = config, 1.0
-        self.embedding = model.get_input_embeddings().weight.detach()
-        self.head = Linear(model.get_output_embeddings().weight.detach())
-        self._model = model
-
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        out = self._model.model(token_ids[None], output_hidden_states=True, use_cache=False)
-        return out.last_hidden_state[0], torch.cat([out.hidden_states[tap + 1][0] for tap in taps], dim=-1)
 
 
 @pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 9}], ids=str)

@@ -118,7 +118,8 @@ def test_running_is_refused_by_name(name: str, tmp_path: Path) -> None:
     kind, is_native = source.facts.model_type, source.facts.model_type in target_families()
     is_read = isinstance(source.facts, TargetConfig) or (is_native and hasattr(target_families()[kind], "read_config"))
     if is_native and is_read:
-        assert refused.value.id == ("tensor-mismatch" if source.facts.quantization is None else "quantised-weights")
+        is_readable = source.facts.quantization in (None, "mxfp4")
+        assert refused.value.id == ("tensor-mismatch" if is_readable else "quantised-weights")
     else:
         assert refused.value.id == ("target-not-run" if is_native else "target-without-native-family")
         assert refused.value.found == kind

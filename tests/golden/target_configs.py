@@ -74,6 +74,13 @@ LAGUNA = ["full_attention", "sliding_attention", "sliding_attention", "sliding_a
 MELLUM = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 7
 NEMOTRON = ["linear_attention", "moe", "linear_attention", "moe", "full_attention", "moe"] * 4
 
+GEMMA4: Json = {
+    "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
+    "sliding_window": 1024, "final_logit_softcapping": 30.0, "max_position_embeddings": 262144,
+    "use_bidirectional_attention": "vision",
+}  # fmt: skip
+"""Keys of gemma-4-31B and gemma-4-26B-A4B, which have no inputs of each layer. E2B and E4B have them."""
+
 CLASSES: dict[str, tuple[str, Json, Json]] = {
     "alpamayo": ("qwen3_vl", {"num_hidden_layers": 36}, {}),
     "cohere2_moe": ("cohere2_moe", {}, {}),
@@ -81,8 +88,12 @@ CLASSES: dict[str, tuple[str, Json, Json]] = {
     "deepseek_v32": ("deepseek_v32", {}, {}),
     "deepseek_v4": ("deepseek_v4", {}, {}),
     "gemma3": ("gemma3_text", {}, {}),
-    "gemma4": ("gemma4", {"num_hidden_layers": 60}, {}),
-    "gemma4_moe": ("gemma4", {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}, {}),
+    "gemma4": ("gemma4", {**GEMMA4, "num_hidden_layers": 60}, {}),
+    "gemma4_moe": (
+        "gemma4",
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+        {},
+    ),
     "gemma4_unified": ("gemma4_unified", {}, {}),
     "glm4_moe": ("glm4_moe", {}, {}),
     "glm4_moe_lite": ("glm4_moe_lite", {}, {}),

@@ -14,10 +14,11 @@ sys.path.insert(0, "tests/kernels")
 import test_graphs
 from dflash_kernels import product
 from dflash_kernels.block_attention import PLAIN, Softmax
-from dflash_kernels.activation import silu_mul
+from dflash_kernels.activation import Gate, silu_mul
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import DESCRIBED_SHAPES, LONG_SHAPES, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
+from dflash_kernels.mxfp4 import Packed
 from dflash_kernels.suite import triton_kernels
 from dflash_testing import compiling
 from dflash_testing.tensors import between_layers
@@ -59,6 +60,13 @@ def calls():
         routed = kernels.choose_experts(normal(rows, 2048), normal(128, 2048), 8, True)
         kernels.experts(normal(rows, 2048), *weights, *routed)
     kernels.choose_experts(normal(1, 2048), normal(257, 2048), 8, True, 1)
+    kernels.choose_experts(normal(1, 2880), normal(32, 2880), 4, True, 0, normal(32))
+    sides = (((rows, 1440), (90, rows)) for rows in (5760, 2880))
+    packed = [Packed(*(torch.empty(32, *shape, dtype=torch.uint8) for shape in side)) for side in sides]
+    clamped, biases = Gate("clamped", alpha=1.702, limit=7.0), (normal(32, 5760), normal(32, 2880))
+    for rows in some(1, 8, 64, 300):
+        routed = torch.zeros(rows, 4, dtype=torch.int64), normal(rows, 4)
+        kernels.experts(normal(rows, 2880), *packed, *routed, clamped, biases)
     for rows in some(1, 16):
         block = [normal(64, rows, heads, 128) for heads in (32, 8, 8)]
         table = torch.ones(64, 40, dtype=torch.int64)

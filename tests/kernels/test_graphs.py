@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels.activation import GELU, Gate
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.delta_prompts import PromptChunks
 from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
+from dflash_kernels.launch_config import MAX_EXPERT_ROWS
+from dflash_kernels.mxfp4 import Packed
 from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
+from dflash_kernels.sandwich_norm import Beside
 from dflash_kernels.state_snapshots import LayerMemories, PassedRows, Snapshots
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
@@ -61,10 +65,15 @@ def inputs(seed: int) -> Inputs:
         "gate_up": normal(E, 2 * F, D, dtype=BFLOAT, seed=seed), "down": normal(E, D, F, dtype=BFLOAT, seed=seed),
         "experts": torch.stack([torch.randperm(E, generator=generator)[:C] for _ in range(R * N)]).to(DEVICE),
         "scores": normal(R * N, C, dtype=BFLOAT, seed=seed).abs(),
+        "wide": normal(R * N, 64, dtype=BFLOAT, seed=seed), "bias": normal(E, 64, dtype=BFLOAT, seed=seed),
+        "packed_gate_up": draw(0, 256, E, 2 * 64, 32).to(torch.uint8),
+        "packed_down": draw(0, 256, E, 64, 32).to(torch.uint8),
+        "scales_gate_up": draw(122, 126, E, 2, 2 * 64).to(torch.uint8),
+        "scales_down": draw(122, 126, E, 2, 64).to(torch.uint8),
         # Row 2 is assigned with two pages, row R with one page. Row 0 gains one page.
         "changes": torch.cat((torch.tensor([[2, 1, 0, 2, 0], [0, 0, 1, 1, 2], [R, 1, 0, 1, 3]]).to(DEVICE),
                               draw(0, 2**40, R, 8)), 1),
-        "wide": normal(R * N, 256, dtype=BFLOAT, seed=seed),
+        "fp8 rows": normal(R * N, 256, dtype=BFLOAT, seed=seed),
         "fp8 values": normal(E, 256, 256, seed=seed).to(FP8), "fp8 scales": normal(E, 2, 2, seed=seed).abs() / 16,
         "channels": normal(R * N, 2 * D + H * D, dtype=BFLOAT, seed=seed), "gates": normal(2, R * N, H, dtype=BFLOAT),
         "taps": normal(4, 2 * D + H * D, dtype=BFLOAT, seed=seed), "rates": normal(2, H, seed=seed),
@@ -112,6 +121,16 @@ def rope_store(kernels: Kernels, at: Inputs, *, is_wide: bool = False) -> tuple[
 def chosen_experts(kernels: Kernels, at: Inputs, num_rows: int) -> Tensor:
     routed = (at[name][:num_rows] for name in ("experts", "scores"))
     return kernels.experts(at["residual"][:num_rows], at["gate_up"], at["down"], *routed).float().sum(0).to(BFLOAT)
+
+
+def packed_experts(kernels: Kernels, at: Inputs, num_rows: int) -> tuple[Tensor, ...]:
+    """Experts of `num_rows` rows with packed weights, biases and the gate of gpt-oss."""
+    weights = (Packed(at[f"packed_{part}"], at[f"scales_{part}"]) for part in ("gate_up", "down"))
+    biases = at["bias"].repeat(1, 2).contiguous(), at["bias"]
+    names = ("wide", "experts", "scores")
+    hidden, *routed = (at[name].repeat(num_rows // (R * N) + 1, 1)[:num_rows] for name in names)
+    parts = kernels.experts(hidden, *weights, *routed, Gate("clamped", alpha=1.702, limit=7.0), biases)
+    return (parts.float().sum(0).to(BFLOAT),)
 
 
 def step_state(at: Inputs) -> RowState:
@@ -215,7 +234,7 @@ def chosen_fp8_experts(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     """Stacks of equal matrices [256, 128] and [128, 256]. The reference reads the chosen experts on the host."""
     gate_up = Fp8Weight(at["fp8 values"][:, :, :128].contiguous(), at["fp8 scales"][:, :, :1].contiguous())
     down = Fp8Weight(at["fp8 values"][:, :128, :128].contiguous(), at["fp8 scales"][:, :1, :1].contiguous())
-    rows = at["wide"][:, :128].contiguous()
+    rows = at["fp8 rows"][:, :128].contiguous()
     return (kernels.fp8_experts(rows, gate_up, down, at["experts"], at["scores"]).sum(0),)
 
 
@@ -240,14 +259,39 @@ CALLS: dict[str, Call] = {
     "product": lambda k, at: (k.product(at["residual"], at["weights"]),),
     "product_parts": lambda k, at: (k.product_parts(at["residual"], at["weights"]).sum(0).to(BFLOAT),),
     "gated_product": lambda k, at: (k.gated_product(at["residual"], at["weights"]),),
-    "fp8_product": lambda k, at: (k.fp8_product(at["wide"], fp8_weight(at)),),
-    "fp8_product rounded before": lambda k, at: (k.fp8_product(at["wide"].repeat(3, 1), fp8_weight(at)),),
-    "fp8_product_parts": lambda k, at: (k.fp8_product_parts(at["wide"], fp8_weight(at)).sum(0).to(BFLOAT),),
-    "fp8_gated_product": lambda k, at: (k.fp8_gated_product(at["wide"], fp8_weight(at)),),
+    "fp8_product": lambda k, at: (k.fp8_product(at["fp8 rows"], fp8_weight(at)),),
+    "fp8_product rounded before": lambda k, at: (k.fp8_product(at["fp8 rows"].repeat(3, 1), fp8_weight(at)),),
+    "fp8_product_parts": lambda k, at: (k.fp8_product_parts(at["fp8 rows"], fp8_weight(at)).sum(0).to(BFLOAT),),
+    "fp8_gated_product": lambda k, at: (k.fp8_gated_product(at["fp8 rows"], fp8_weight(at)),),
     "choose_experts": lambda k, at: k.choose_experts(at["routed"], at["router"], C, True),
     "experts": lambda k, at: (chosen_experts(k, at, R * N),),
     "experts of few rows": lambda k, at: (chosen_experts(k, at, R),),
     "fp8_experts": chosen_fp8_experts,
+    "packed experts": lambda k, at: packed_experts(k, at, R),
+    "packed experts of many rows": lambda k, at: packed_experts(k, at, MAX_EXPERT_ROWS + 9),
+    "rope_store with value norms": lambda k, at: (
+        k.rope_store(at["qkv"], at["weights"][:1].expand(H + 2 * KV, D), 1e-6, at["cos"], at["sin"], KV, None),
+    ),
+    "sandwich_norm": lambda k, at: k.sandwich_norm(
+        at["parts"],
+        at["residual"],
+        at["weights"][0],
+        at["weights"],
+        1e-6,
+        at["weights"][0, :1],
+        Beside(at["residual"][None], at["weights"][0], at["weights"][1]),
+    ),
+    "choose_experts with factors": lambda k, at: k.choose_experts(
+        at["routed"],
+        at["router"],
+        C,
+        True,
+        0,
+        at["scores"].flatten()[:1].expand(len(at["router"])).contiguous(),
+        at["scores"].flatten()[1:2].expand(len(at["router"])).contiguous(),
+    ),
+    "product with a bias": lambda k, at: (k.product(at["residual"], at["weights"], at["rates"][0, :L].to(BFLOAT)),),
+    "gated_product gelu": lambda k, at: (k.gated_product(at["residual"], at["weights"], GELU),),
     "context_kv_store": store_context,
     "block_attention": attend,
     "block_attention capped, with sinks": lambda k, at: attend(k, at, Softmax(2.0, at["weights"][0, :H])),

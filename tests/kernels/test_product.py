@@ -1,13 +1,14 @@
 """Products of few rows, whole, in parts and gated: close to float64. A library computes most products of many rows."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from dflash_kernels import launch_config
 from dflash_kernels import product as module
-from dflash_kernels.activation import silu_mul_ref
+from dflash_kernels.activation import GELU, Gate, gate_ref, silu_mul_ref
 from dflash_kernels.launch_config import has_tile_loads, num_multiprocessors
 from dflash_kernels.many_rows import cut_of_many_rows, gate_many_rows
 from dflash_kernels.product import gated_product, gated_product_ref, product, product_parts, product_parts_ref
@@ -50,6 +51,22 @@ def test_gated_products(num_rows: int, width: int, depth: int) -> None:
     assert_rows_close(gated_product_ref(hidden, weight), silu_mul_ref(gate_up.double()), DTYPE)
 
 
+def test_a_bias_is_added_once() -> None:
+    """The inner width is cut into parts, and only one of them has the bias."""
+    hidden, weight, bias = (normal(*shape, dtype=DTYPE, seed=len(shape)) for shape in ((3, 2048), (64, 2048), (64,)))
+    exact = hidden.double() @ weight.double().T + 50 * bias.double()
+    assert_rows_close(product(hidden, weight, 50 * bias), exact, DTYPE)
+    parts = product_parts(hidden, weight, 50 * bias)
+    assert len(parts) > 1
+    assert_rows_close(parts.sum(0).to(DTYPE), exact, DTYPE)
+
+
+def test_a_product_with_another_gate() -> None:
+    hidden, weight = normal(17, 1000, dtype=DTYPE), normal(2 * 200, 1000, dtype=DTYPE, seed=1) * 1000**-0.5
+    gate_up = (hidden.double() @ weight.double().T).to(DTYPE)
+    assert_rows_close(gated_product(hidden, weight, GELU), gate_ref(gate_up.double(), GELU), DTYPE)
+
+
 PLACES = num_multiprocessors(DEVICE)
 
 
@@ -58,7 +75,7 @@ def launched_shapes(monkeypatch: pytest.MonkeyPatch) -> list[ProductShape]:
     seen: list[ProductShape] = []
     launch = module._launch
 
-    def watched(hidden: torch.Tensor, weight: torch.Tensor, shape: ProductShape, **options: bool) -> torch.Tensor:
+    def watched(hidden: torch.Tensor, weight: torch.Tensor, shape: ProductShape, **options: Any) -> torch.Tensor:
         seen.append(shape)
         return launch(hidden, weight, shape, **options)
 
@@ -93,9 +110,9 @@ def cuts_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> list[ManyRowsShape]:
     """Record the cuts of gated products of many rows from now on, if they take one launch."""
     seen: list[ManyRowsShape] = []
 
-    def watched(hidden: torch.Tensor, weight: torch.Tensor, shape: ManyRowsShape) -> torch.Tensor:
+    def watched(hidden: torch.Tensor, weight: torch.Tensor, shape: ManyRowsShape, gate: Gate) -> torch.Tensor:
         seen.append(shape)
-        return gate_many_rows(hidden, weight, shape)
+        return gate_many_rows(hidden, weight, shape, gate)
 
     monkeypatch.setattr(module, "gate_many_rows", watched)
     return seen

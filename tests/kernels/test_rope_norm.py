@@ -120,6 +120,24 @@ def test_heads_are_rotated_and_stored(
             assert int((~base.isnan()).sum()) == 2 * len(written) * num_kv * head_dim
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_may_have_a_norm_and_are_never_rotated(dtype: torch.dtype) -> None:
+    parts, angles = normal(1, 5, 6 * 16, dtype=dtype), normal(5, 8, seed=1)
+    cos, sin = (torch.cat((table, table), 1).to(dtype) for table in (angles.cos(), angles.sin()))
+    norms = normal(6, 16, dtype=dtype, seed=2) + 1
+    keys, values = (torch.zeros(2, 4, 2, 16, dtype=dtype, device=DEVICE) for _ in "kv")
+    place = KVPlace(keys, values, torch.arange(5, device=DEVICE))
+    out = rope_store(parts, norms, 1e-6, cos, sin, 2, place)
+    rows = parts[0].view(5, 6, 16)
+    wanted = rms_norm_ref(rows[:, 4:].double(), norms[4:].double(), 1e-6)
+    assert_rows_close(out[:, 4:], wanted, dtype)
+    assert torch.equal(place.value_cache.flatten(0, 1)[:5], out[:, 4:])
+    others = rope_store(parts, norms[:4], 1e-6, cos, sin, 2, None)
+    assert torch.equal(out[:, :4], others[:, :4])
+    true = rope_store_ref(parts.double(), norms.double(), 1e-6, cos.double(), sin.double(), 2, None)
+    assert_rows_close(out, true, dtype)
+
+
 def test_arguments_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(TypeError, match="float64"):
         rms_norm(normal(2, 8).double(), normal(8).double(), 1e-6)

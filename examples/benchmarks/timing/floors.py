@@ -57,18 +57,21 @@ class StepFloor:
     def body(self) -> int:
         """Number of weights in all layers of the target that one row uses."""
         shape, own = self.shape, self.shape.recurrence
-        num_recurrent = len(shape.recurrent_layers)
-        attending = self._attention(shape.heads, shape.kv_heads, shape.head_dim)
-        mixers = shape.layers * attending
+        mixers = 0
+        for kv_heads, head_dim, window in shape.attention_layers:
+            is_joined = shape.has_equal_kv and window is None
+            joined = shape.hidden * kv_heads * head_dim if is_joined else 0
+            mixers += self._attention(shape.heads, kv_heads, head_dim) - joined
         if own is not None:
-            attending += shape.hidden * shape.heads * shape.head_dim  # the gate
+            mixers += len(shape.attention_layers) * shape.hidden * shape.heads * shape.head_dim  # the gate
             values = own.value_heads * own.head_size
-            recurrent = shape.hidden * (own.channels + 2 * values + 2 * own.value_heads)
-            mixers = num_recurrent * recurrent + (shape.layers - num_recurrent) * attending
+            mixers += len(shape.recurrent_layers) * shape.hidden * (own.channels + 2 * values + 2 * own.value_heads)
         if shape.experts is None:
             return mixers + shape.layers * self._dense
         routers = shape.hidden * (shape.experts.count + 1)
-        return mixers + shape.layers * (routers + (shape.experts.chosen + 1) * self._expert)
+        beside = shape.experts.inner if shape.experts.beside is None else shape.experts.beside
+        used = shape.experts.chosen * self._expert + 3 * shape.hidden * beside
+        return mixers + shape.layers * (routers + used)
 
     def experts_read(self, rows: float) -> float:
         """Expected number of weights of routed experts that these rows read, in all layers."""
@@ -78,6 +81,15 @@ class StepFloor:
     def read(self, rows: float) -> float:
         """Expected number of weights in all layers of the target that these rows read."""
         return self.body if self.shape.experts is None else self.body - self.experts_read(1) + self.experts_read(rows)
+
+    def bytes_read(self, rows: float) -> float:
+        """Bytes of the weights in all layers that these rows read. Experts may be packed."""
+        return self.itemsize * (self.read(rows) - self.experts_read(rows)) + self.experts_bytes(rows)
+
+    def experts_bytes(self, rows: float) -> float:
+        """Expected bytes of routed experts that these rows read, in all layers."""
+        packed = None if self.shape.experts is None else self.shape.experts.weight_bytes
+        return (self.itemsize if packed is None else packed) * self.experts_read(rows)
 
     @property
     def _expert(self) -> int:
@@ -111,10 +123,11 @@ class StepFloor:
         shape = self.shape
         features = shape.hidden * shape.hidden * len(shape.taps)
         heads = shape.heads_of_draft
+        layers: list[AttentionLayer] = [(*heads[1:], None)] * shape.draft_layers
         context_kv = shape.draft_layers * 2 * heads[1] * heads[2] * shape.hidden
         body = shape.draft_layers * (self._attention(*heads) + self._dense)
         weights, attention = self._forward(
-            body, body, shape.draft_layers, heads, batch, BLOCK, context, head_rows=BLOCK - 1
+            body, self.itemsize * body, heads[0], layers, batch, BLOCK, context, head_rows=BLOCK - 1
         )
         entered = 2 * batch * acceptance * (features + context_kv)
         return [Work(weights.num_bytes + self.itemsize * features, weights.operations + entered), attention]
@@ -128,37 +141,50 @@ class StepFloor:
     def prefill(self, lengths: Iterable[int], *, has_draft: bool) -> list[Work]:
         """Work of prompts until each has its first token. Each row attends to the rows before it."""
         shape, lengths = self.shape, list(lengths)
-        used, num_attending = self.body, shape.layers - len(shape.recurrent_layers)
-        read = self.read(sum(lengths))
+        used, num_bytes = self.body, self.bytes_read(sum(lengths))
         if has_draft:
             _, kv_heads, head_dim = shape.heads_of_draft
             added = shape.hidden**2 * len(shape.taps) + shape.draft_layers * 2 * kv_heads * head_dim * shape.hidden
-            used, read = used + added, read + added
-        pairs = sum(length * length / 2 for length in lengths)
+            used, num_bytes = used + added, num_bytes + self.itemsize * added
         products = 2 * (used * sum(lengths) + self.head * len(lengths))
-        attention = 4 * pairs * shape.heads * shape.head_dim * num_attending
-        return [Work(self.itemsize * (read + self.head), products), Work(0, attention)]
+        attention = sum(
+            4 * shape.heads * head_dim * sum(_pairs(length, window) for length in lengths)
+            for _, head_dim, window in shape.attention_layers
+        )
+        return [Work(num_bytes + self.itemsize * self.head, products), Work(0, attention)]
 
     def _target(self, batch: int, width: float, context: float) -> list[Work]:
         """Work of the target. Each recurrent layer reads and writes one state of a request."""
         shape, own = self.shape, self.shape.recurrence
         num_recurrent = len(shape.recurrent_layers)
-        heads = (shape.heads, shape.kv_heads, shape.head_dim)
-        attending = shape.layers - num_recurrent
-        body = (self.body, self.read(batch * width))
-        parts = self._forward(*body, attending, heads, batch, width, context, head_rows=width)
+        body = (self.body, self.bytes_read(batch * width))
+        parts = self._forward(*body, shape.heads, shape.attention_layers, batch, width, context, head_rows=width)
         return parts if own is None else [*parts, Work(2 * batch * num_recurrent * own.state_bytes, 0)]
 
     def _forward(
-        self, body: int, read: float, layers: int, heads: tuple[int, int, int], batch: int, width: float,
+        self, body: int, num_bytes: float, num_heads: int, layers: "list[AttentionLayer]", batch: int, width: float,
         context: float, *, head_rows: float,
     ) -> list[Work]:  # fmt: skip
-        """Work of a forward with `layers` that attend. A row uses `body` weights, and all rows read `read` weights."""
-        num_heads, kv_heads, head_dim = heads
+        """Work of a forward with `layers` that attend. A row uses `body` weights, and all rows read `num_bytes`."""
         products = 2 * batch * (body * width + self.head * head_rows)
-        kv_bytes = self.itemsize * 2 * layers * kv_heads * head_dim
-        attention = 4 * batch * width * (context + width) * num_heads * head_dim * layers
+        seen = [context + width if window is None else min(context, window) + width for *_, window in layers]
+        sizes = [(kv_heads, head_dim) for kv_heads, head_dim, _ in layers]
+        kv_numbers = sum(2 * kv_heads * head_dim * keys for (kv_heads, head_dim), keys in zip(sizes, seen, strict=True))
+        attention = sum(
+            4 * batch * width * keys * num_heads * head_dim for (_, head_dim), keys in zip(sizes, seen, strict=True)
+        )
         return [
-            Work(self.itemsize * (read + self.head), products),
-            Work(batch * (context + width) * kv_bytes, attention),
+            Work(num_bytes + self.itemsize * self.head, products),
+            Work(batch * self.itemsize * kv_numbers, attention),
         ]
+
+
+AttentionLayer = tuple[int, int, int | None]
+"""KV heads, head size and window of a layer."""
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Pairs of a row and a key that it sees, in a prompt."""
+    if window is None or window >= length:
+        return length * length / 2
+    return window * window / 2 + (length - window) * window

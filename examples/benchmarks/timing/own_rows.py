@@ -95,7 +95,7 @@ def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
         "rounds": times.rounds, "tokens_per_second": times.tokens_per_second, "floor_ms": floor_ms,
         "ratio": times.ms / floor_ms if floor_ms else None,
         "experts": experts.distinct(rows) if experts else None,
-        "experts_ms": least_ms([Work(plan.floor.itemsize * plan.floor.experts_read(rows), 0)], plan.rates)
+        "experts_ms": least_ms([Work(plan.floor.experts_bytes(rows), 0)], plan.rates)
         if experts else None,
     }  # fmt: skip
     if account is not None:

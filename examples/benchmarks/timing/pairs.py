@@ -1,9 +1,10 @@
 """Pairs of real shapes with random weights, created on the device. Nothing is downloaded."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.qwen3_5_moe import Qwen35MoeTarget
+from dflash_runtime.models.target import target_families
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 
@@ -50,11 +52,17 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Sizes of the experts in every layer of a target: a row uses `chosen` of them, and a shared one of equal width."""
+    """Sizes of the experts in every layer of a target, of which a row uses `chosen`.
+
+    beside        inner width of the feed-forward that every row uses besides; None: as wide as an expert
+    weight_bytes  bytes of one weight of an expert, if they differ from the bytes of other weights
+    """
 
     count: int
     chosen: int
     inner: int
+    beside: int | None = None
+    weight_bytes: float | None = None
 
     def distinct(self, rows: float) -> float:
         """Expected number of routed experts that some of the rows choose, if all experts are equally likely."""
@@ -67,6 +75,11 @@ class Shape:
 
     inner        inner width of dense feed-forwards, which only the draft has if the target has experts
     draft_heads  query heads, KV heads and head size of the draft
+    family       model type of a target with a config reader of its own
+    window       window of sliding layers; None: every layer has full attention
+    full_every   every n-th layer has full attention
+    full_heads   KV heads and head size of full layers, if they differ from sliding layers
+    has_equal_kv  full layers have one projection for keys and values
     """
 
     hidden: int
@@ -83,6 +96,21 @@ class Shape:
     draft_heads: tuple[int, int, int] | None = None
     recurrence: Recurrence | None = None
     experts: RoutedExperts | None = None
+    family: str | None = None
+    window: int | None = None
+    full_every: int = 1
+    full_heads: tuple[int, int] | None = None
+    has_equal_kv: bool = False
+
+    @property
+    def attention_layers(self) -> list[tuple[int, int, int | None]]:
+        """KV heads, head size and window of each layer that attends."""
+        usual, full = (self.kv_heads, self.head_dim), self.full_heads or (self.kv_heads, self.head_dim)
+        return [
+            (*full, None) if not (layer + 1) % self.full_every else (*usual, self.window)
+            for layer in range(self.layers)
+            if layer not in self.recurrent_layers
+        ]
 
     @property
     def heads_of_draft(self) -> tuple[int, int, int]:
@@ -139,6 +167,91 @@ SHAPES = {
         draft_heads=(32, 4, 128),
         recurrence=Recurrence(key_heads=16, value_heads=32),
         experts=RoutedExperts(count=256, chosen=8, inner=512),
+    ),
+    "gpt-oss-20b": Shape(
+        2880,
+        7680,
+        24,
+        64,
+        (1, 6, 11, 16, 21),
+        is_tied=False,
+        vocab=201088,
+        head_dim=64,
+        draft_layers=8,
+        family="gpt_oss",
+        window=128,
+        full_every=2,
+        experts=RoutedExperts(count=32, chosen=4, inner=2880, beside=0, weight_bytes=17 / 32),
+    ),
+    "gemma-4-31b": Shape(
+        5376,
+        21504,
+        60,
+        32,
+        (1, 13, 24, 35, 46, 57),
+        is_tied=True,
+        vocab=262144,
+        kv_heads=16,
+        head_dim=256,
+        draft_heads=(64, 8, 128),
+        family="gemma4_text",
+        window=1024,
+        full_every=6,
+        full_heads=(4, 512),
+        has_equal_kv=True,
+    ),
+    "gemma-4-26b-a4b": Shape(
+        2816,
+        2112,
+        30,
+        16,
+        (1, 8, 14, 20, 27),
+        is_tied=True,
+        vocab=262144,
+        kv_heads=8,
+        head_dim=256,
+        draft_heads=(32, 8, 128),
+        family="gemma4_text",
+        window=1024,
+        full_every=6,
+        full_heads=(2, 512),
+        has_equal_kv=True,
+        experts=RoutedExperts(count=128, chosen=8, inner=704, beside=2112),
+    ),
+    "small-gemma": Shape(
+        128,
+        256,
+        4,
+        4,
+        (0, 3),
+        is_tied=True,
+        vocab=512,
+        kv_heads=2,
+        head_dim=64,
+        draft_layers=1,
+        draft_heads=(4, 2, 64),
+        family="gemma4_text",
+        window=64,
+        full_every=2,
+        full_heads=(1, 128),
+        has_equal_kv=True,
+        experts=RoutedExperts(count=8, chosen=2, inner=64, beside=256),
+    ),
+    "small-gpt-oss": Shape(
+        128,
+        256,
+        4,
+        4,
+        (0, 3),
+        is_tied=False,
+        vocab=512,
+        kv_heads=2,
+        head_dim=64,
+        draft_layers=1,
+        family="gpt_oss",
+        window=128,
+        full_every=2,
+        experts=RoutedExperts(count=8, chosen=2, inner=64, beside=0, weight_bytes=17 / 32),
     ),
     "small-experts": Shape(
         128,
@@ -221,7 +334,9 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> Random
     target_config, draft_config = model_configs(shape)
     family = family_of(shape)
     own, draft_own = drawn_weights(shape, placement)
-    target_weights = stack_projections(stack_experts(own, family.expected_shapes(target_config)))
+    arrange = getattr(family, "arrange", lambda _, tensor: tensor)
+    arranged = ((name, arrange(name, tensor)) for name, tensor in own)
+    target_weights = stack_projections(stack_experts(arranged, family.expected_shapes(target_config)))
     draft_weights = stack_projections(draft_own)
     target = family(target_config, target_weights, placement)
     limits = Limits(
@@ -245,6 +360,8 @@ def drawn_weights(shape: Shape, placement: Placement) -> tuple[Tensors, Tensors]
 
 def family_of(shape: Shape) -> type[DecoderTarget]:
     """The class of a target."""
+    if shape.family is not None:
+        return cast(type[DecoderTarget], target_families()[shape.family])
     if shape.recurrence is None:
         return Qwen3Target
     return Qwen35Target if shape.experts is None else Qwen35MoeTarget
@@ -260,8 +377,10 @@ def hf_config(shape: Shape) -> dict[str, Any]:
     """The target's config in the form of a checkpoint, for other engines.
 
     Raises:
-        NotImplementedError: the target has experts.
+        NotImplementedError: the target is a Qwen with experts.
     """
+    if shape.family is not None:
+        return FAMILY_CONFIGS[shape.family](shape)
     if shape.experts is not None:
         raise NotImplementedError("configs of targets with experts are not written")
     heads = (shape.heads, shape.kv_heads, shape.head_dim)
@@ -312,11 +431,7 @@ def model_configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
         "num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "rms_norm_eps": 1e-6,
         "max_position_embeddings": shape.positions, "rope": RopeConfig(theta=1e6), "vocab_size": shape.vocab,
     }  # fmt: skip
-    target = TargetConfig(
-        model_type=MODEL_TYPES[family_of(shape)], num_layers=shape.layers, experts=_experts(shape),
-        tie_word_embeddings=shape.is_tied, windows=(None,) * shape.layers, eos_token_ids=(),
-        recurrence=_recurrence(shape), rotary_dim=None if shape.recurrence is None else shape.head_dim // 4, **common,
-    )  # fmt: skip
+    target = read_family_config(shape) if shape.family is not None else _qwen_config(shape, common)
     heads, kv_heads, head_dim = shape.heads_of_draft
     common |= {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     draft = DraftConfig(
@@ -325,6 +440,66 @@ def model_configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
         causal=(False,) * shape.draft_layers, windows=(None,) * shape.draft_layers, **common,
     )  # fmt: skip
     return target, draft
+
+
+def _qwen_config(shape: Shape, common: dict[str, Any]) -> TargetConfig:
+    return TargetConfig(
+        model_type=MODEL_TYPES[family_of(shape)], num_layers=shape.layers, experts=_experts(shape),
+        tie_word_embeddings=shape.is_tied, windows=(None,) * shape.layers, eos_token_ids=(),
+        recurrence=_recurrence(shape), rotary_dim=None if shape.recurrence is None else shape.head_dim // 4, **common,
+    )  # fmt: skip
+
+
+def read_family_config(shape: Shape) -> TargetConfig:
+    """The config of a target whose family reads configs itself."""
+    read: Any = family_of(shape).read_config  # type: ignore[attr-defined]
+    config: TargetConfig = read(hf_config(shape), Path("config.json"))
+    return config
+
+
+def _gpt_oss_config(shape: Shape) -> dict[str, Any]:
+    own = shape.experts
+    assert own is not None
+    yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    return {
+        **_config(shape, (shape.heads, shape.kv_heads, shape.head_dim), shape.layers),
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True,
+        "intermediate_size": own.inner, "num_local_experts": own.count, "num_experts_per_tok": own.chosen,
+        "use_sliding_window": None, "sliding_window": shape.window, "layer_types": _layer_types(shape),
+        "rope_theta": 150000, "rope_scaling": {"rope_type": "yarn", "truncate": False, **yarn}, "rms_norm_eps": 1e-5,
+        "swiglu_limit": 7.0, "quantization_config": {"quant_method": "mxfp4"}, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def _layer_types(shape: Shape) -> list[str]:
+    return ["full_attention" if window is None else "sliding_attention" for *_, window in shape.attention_layers]
+
+
+def _gemma4_config(shape: Shape) -> dict[str, Any]:
+    own, full_heads = shape.experts, shape.full_heads or (shape.kv_heads, shape.head_dim)
+    experts = {} if own is None else {
+        "enable_moe_block": True, "num_experts": own.count, "top_k_experts": own.chosen,
+        "moe_intermediate_size": own.inner, "intermediate_size": own.beside,
+    }  # fmt: skip
+    turned = {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"}
+    config = _config(shape, (shape.heads, shape.kv_heads, shape.head_dim), shape.layers)
+    return {
+        **{key: item for key, item in config.items() if key not in ("rope_theta", "use_sliding_window")},
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "attention_k_eq_v": shape.has_equal_kv,
+        "final_logit_softcapping": 30.0, "global_head_dim": full_heads[1], "num_global_key_value_heads": full_heads[0],
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        "layer_types": _layer_types(shape), "sliding_window": shape.window, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": turned, "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}
+        },
+        **experts,
+    }  # fmt: skip
+
+
+FAMILY_CONFIGS: Mapping[str, Callable[[Shape], dict[str, Any]]] = {
+    "gpt_oss": _gpt_oss_config, "gemma4_text": _gemma4_config
+}  # fmt: skip
+"""Model type -> its config in the form of a checkpoint."""
 
 
 def _experts(shape: Shape) -> ExpertsConfig | None:
@@ -350,7 +525,10 @@ def _recurrence(shape: Shape) -> RecurrenceConfig | None:
 def normal_weights(shapes: Mapping[str, tuple[int, ...]], placement: Placement) -> Iterator[tuple[str, Tensor]]:
     """Random matrices, and norm weights of 1. Zeros would make products too fast."""
     for name, shape in shapes.items():
-        if len(shape) == 1:
+        if name.endswith(("_blocks", "_scales")):  # packed numbers, and exponents of about 2 ** -5
+            low, high = (0, 256) if name.endswith("_blocks") else (120, 124)
+            yield name, torch.randint(low, high, shape, device=placement.device, dtype=torch.uint8)
+        elif len(shape) == 1:
             yield name, torch.ones(shape, device=placement.device, dtype=placement.dtype)
         else:
             yield name, torch.randn(shape, device=placement.device, dtype=placement.dtype) * 0.02

@@ -6,15 +6,18 @@ and import neither torch nor transformers.
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8
+from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
+from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8, stated_quantization
+from dflash_runtime.checkpoint.gemma4_config import GEMMA4, read_gemma4_config
+from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.hosted_config import (
     A_FAMILY,
@@ -25,7 +28,12 @@ from dflash_runtime.checkpoint.hosted_config import (
 )
 from dflash_runtime.checkpoint.hybrid_config import HYBRIDS, read_hybrid_config
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.target_quantization import Quantization, native_quantization, read_quantization
+from dflash_runtime.checkpoint.target_quantization import (
+    Quantization,
+    native_quantization,
+    read_quantization,
+)
+from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.notices import Notice
 
@@ -47,6 +55,21 @@ FAMILIES = "dflash_runtime.models"
 
 ADAPTER = "adapter_config.json"
 """If this file exists, transformers loads the model that it names instead of the checkpoint's."""
+
+CONFIG_READERS: Mapping[str, Callable[[Mapping[str, Any], Path], TargetConfig]] = {
+    **dict.fromkeys(HYBRIDS, read_hybrid_config),
+    "gpt_oss": read_gpt_oss_config,
+    **dict.fromkeys(GEMMA4, read_gemma4_config),
+}
+"""Model type of a native family -> the reader of its config, unless `hf_config.read_target_config` reads it."""
+
+KEPT_PACKED: Mapping[str, Quantization] = {
+    "gpt_oss": Quantization("mxfp4", (), is_unpacked=False, num_bits=4),
+}
+"""Model type of a native family -> the quantised weights that it multiplies as they are."""
+
+WITHOUT_FP8 = frozenset({"gpt_oss", *GEMMA4})
+"""Model types of native families that do not multiply FP8."""
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +142,7 @@ def how_it_runs(
         if wanted in ("auto", "native"):
             try:
                 (refuse_native or partial(_refuse_native, has_headers=has_headers))(source)
-                return RunsHere("native", native_quantization(source.checkpoint))
+                return RunsHere("native", kept_packed(source))
             except UnsupportedError as error:
                 if wanted == "native":
                     error.hint = f"--target-runtime auto may run it, slowly, or {A_FAMILY}; {error.hint}"
@@ -175,11 +198,34 @@ def _refuse_native(source: TargetSource, *, has_headers: bool) -> None:
     kind = source.facts.model_type
     if kind not in families:
         raise without_native_family(source, frozenset(families))
-    if kind in HYBRIDS:
-        read_hybrid_config(source.checkpoint.config, source.checkpoint.config_path)
+    if kind in CONFIG_READERS:
+        CONFIG_READERS[kind](source.checkpoint.config, source.checkpoint.config_path)
     elif not families[kind]:
         _ = source.config
-    refuse_packed_unless_fp8(source.checkpoint, has_headers=has_headers)
+    refuse_quantised(source, has_headers=has_headers)
+
+
+def refuse_quantised(source: TargetSource, *, has_headers: bool = True) -> None:
+    """Refuse quantised weights, unless the native family of the target multiplies them as they are.
+
+    Raises:
+        UnsupportedError: the weights are quantised.
+        CheckpointError: a weight in FP8 lacks its scales.
+    """
+    checkpoint = source.checkpoint
+    if source.facts.model_type not in WITHOUT_FP8:
+        refuse_packed_unless_fp8(checkpoint, has_headers=has_headers)
+    elif kept_packed(source) is None:
+        refuse_packed(checkpoint.path, find_quantization(checkpoint, has_headers=has_headers))
+
+
+def kept_packed(source: TargetSource) -> Quantization | None:
+    """Return the quantization of weights that a native family multiplies as they are."""
+    kind = source.facts.model_type
+    if kind not in WITHOUT_FP8:
+        return native_quantization(source.checkpoint)
+    kept, method = KEPT_PACKED.get(kind), stated_quantization(source.checkpoint).get("quant_method")
+    return kept if kept is not None and kept.method == method else None
 
 
 def _fits_pages(text: "DecoderConfig", path: Path) -> bool:

@@ -98,7 +98,8 @@ def check_capability(
 
 def _needs(target: TargetConfig | None, draft: DraftConfig | None) -> list[Need]:
     windows = target.windows if target is not None and target.own_cache is None else ()
-    needs = [Need(f"target layer {layer}", True, window) for layer, window in enumerate(windows)]
+    has_sinks = target is not None and target.has_sinks
+    needs = [Need(f"target layer {layer}", True, window, has_sinks) for layer, window in enumerate(windows)]
     if draft is not None:
         needs += [
             Need(f"draft layer {layer}", is_causal, window, draft.has_sinks)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
-from dflash_runtime.checkpoint.runs_here import TargetRuntime
-from dflash_runtime.checkpoint.target_quantization import Quantization, native_quantization, read_quantization
+from dflash_runtime.checkpoint.runs_here import TargetRuntime, kept_packed
+from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_runtime.checkpoint.weight_digests import WeightDigest
 from dflash_runtime.config import EXACT_REQUESTS, DraftConfig, EngineConfig
@@ -105,6 +105,7 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     """
     config = config or EngineConfig()
     runtime, target_config = find_target_runtime(target, config.wanted_runtime)
+    quantization = read_quantization(target) if runtime != "native" else kept_packed(target)
     if draft is not None:
         draft.check_runnable()
         check_pair(draft, target)
@@ -121,7 +122,6 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
     fit = Fit(config, target_config, draft.config if draft is not None else None, limits, placement)
     placement = fit.check(_weight_bytes(target, draft, dtype, runtime))
-    quantization = read_quantization(target) if runtime != "native" else native_quantization(target.checkpoint)
     digests = _digests(target, draft, begins=config.prefix_store is not None)
     started = time.perf_counter()
     loaded = load_target(target, placement, runtime)
@@ -215,5 +215,6 @@ def quantised_warning(quantization: Quantization, dtype: str) -> Notice:
             "activations are not quantised, but an inference server may quantise them"
         )
     else:
-        text = f"the target's weights stay quantised ({quantization.method}): that method's package computes with them"
+        how = "that method's package computes with them" if quantization.packages else "each product unpacks them"
+        text = f"the target's weights stay quantised ({quantization.method}): {how}"
     return Notice(text, id="quantised-target")

@@ -28,13 +28,16 @@ class DecoderTarget:
     read_layer: ClassVar[LayerReader] = DecoderLayer.read
     """Reads one layer."""
 
+    stack: ClassVar[type[DecoderStack]] = DecoderStack
+    """The layers between embedding and head."""
+
     def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
         self.config = config
         prefix = self.prefix(config)
         self.embedding = weights[f"{prefix}embed_tokens.weight"]
         head = self.embedding if config.tie_word_embeddings else find_matrix(weights, "lm_head")
         self.head = Linear(head, kernels=placement.kernels)
-        self._decoder = DecoderStack(weights, prefix, config, placement, type(self).read_layer)
+        self._decoder = type(self).stack(weights, prefix, config, placement, type(self).read_layer)
 
     @classmethod
     def prefix(cls, config: TargetConfig) -> str:
@@ -55,8 +58,12 @@ class DecoderTarget:
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """See `models.target.Target`. A tap on the last layer gives the residual before the final norm."""
-        hidden, outputs = self._decoder(self.embedding[token_ids], positions, attend, taps, wanted)
+        hidden, outputs = self._decoder(self.embed(token_ids), positions, attend, taps, wanted)
         return hidden, torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids [T] -> the residual stream before the first layer, [T, hidden]."""
+        return self.embedding[token_ids]
 
     @classmethod
     def expected_shapes(cls, config: TargetConfig) -> dict[str, Shape]:

@@ -18,7 +18,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import DFlashError
+from dflash_runtime.models.head import NO_ID, ScaledHead
 from dflash_runtime.models.hosted_attention import (
     PAGES,
     TRIAL,
@@ -62,33 +63,6 @@ FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 """Config keys for a divisor of the logits."""
-
-NO_ID = -1e4
-"""The logit of a padding row of the head: small enough that it is never chosen, and finite in every dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledHead(Linear):
-    """A head that multiplies its logits, then caps them: `cap * tanh(logits / cap)`.
-
-    Rows from `num_ids` on are padding.
-    """
-
-    multiplier: float = 1.0
-    cap: float | None = None
-    num_ids: int | None = None
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] -> [T, V]."""
-        logits = Linear.__call__(self, hidden)
-        if self.multiplier != 1.0:
-            logits = logits * self.multiplier
-        if self.cap is not None:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        if self.num_ids is not None:
-            logits[:, self.num_ids :] = NO_ID
-        return logits
-
 
 NOT_TRIED = Notice("its forward has not been tried out", id="target-not-tried")
 

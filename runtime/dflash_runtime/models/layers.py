@@ -9,9 +9,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from dflash_kernels.activation import silu_mul_ref
+from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.delta_rule import Gates
 from dflash_kernels.fp8_weight import Fp8Weight
@@ -88,25 +87,24 @@ class Linear:
         if isinstance(self.weight, Fp8Weight):
             found = self.kernels.fp8_product(hidden, self.weight)
             return found if self.bias is None else found + self.bias
-        if self.bias is not None:
-            return functional.linear(hidden, self.weight, self.bias)
-        return self.kernels.product(hidden, self.weight)
+        return self.kernels.product(hidden, self.weight, self.bias)
 
     def parts(self, hidden: Tensor) -> Tensor:
         """[T, K] -> parts of the product, [P, T, N], that the reader sums."""
-        if self.bias is not None:
-            return self(hidden)[None]
         if isinstance(self.weight, Fp8Weight):
-            return self.kernels.fp8_product_parts(hidden, self.weight)
-        return self.kernels.product_parts(hidden, self.weight)
+            is_whole = self.bias is not None
+            return self(hidden)[None] if is_whole else self.kernels.fp8_product_parts(hidden, self.weight)
+        return self.kernels.product_parts(hidden, self.weight, self.bias)
 
-    def gated(self, hidden: Tensor) -> Tensor:
-        """silu(gate) * up of a product with both weights, [T, K] -> [T, N / 2]."""
+    def gated(self, hidden: Tensor, gate: Gate = SILU) -> Tensor:
+        """The gate of a product with both weights, [T, K] -> [T, N / 2]."""
         if self.bias is not None:
-            return silu_mul_ref(self(hidden))
+            return gate_ref(self(hidden), gate)
         if isinstance(self.weight, Fp8Weight):
+            if gate != SILU:
+                return gate_ref(self(hidden), gate)
             return self.kernels.fp8_gated_product(hidden, self.weight)
-        return self.kernels.gated_product(hidden, self.weight)
+        return self.kernels.gated_product(hidden, self.weight, gate)
 
     @property
     def plain(self) -> Tensor:
@@ -138,18 +136,25 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class MLP:
-    """Gated feed-forward: down(silu(gate(x)) * up(x)), with gate and up in one product."""
+    """Gated feed-forward: down(gate(x) * up(x)), with gate and up in one product."""
 
     gate_up: Linear
     down: Linear
+    gate: Gate = SILU
 
     @classmethod
-    def read(cls, weights: Weights, name: str, kernels: Kernels) -> "MLP":
-        return cls(*(Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("gate_up", "down")))
+    def read(cls, weights: Weights, name: str, kernels: Kernels, gate: Gate = SILU) -> "MLP":
+        gate_up, down = (Linear.read(weights, f"{name}.{part}_proj", kernels) for part in ("gate_up", "down"))
+        return cls(gate_up, down, gate)
+
+    @property
+    def follows_from_shapes(self) -> bool:
+        """See `models.target.Target`."""
+        return True
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> parts [P, T, hidden]."""
-        return self.down.parts(self.gate_up.gated(hidden))
+        return self.down.parts(self.gate_up.gated(hidden, self.gate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +248,7 @@ class DecoderLayer:
         cls, mixer: Mixer, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels
     ) -> "DecoderLayer":
         """Read the feed-forward and its norm of a layer with this mixer."""
-        mlp = _read_mlp(weights, f"{name}.mlp", config, kernels)
+        mlp = read_mlp(weights, f"{name}.mlp", config, kernels)
         norm = RMSNorm(weights[f"{name}.post_attention_layernorm.weight"], config.rms_norm_eps, kernels)
         return cls(mixer, mlp, norm)
 
@@ -277,21 +282,25 @@ class DecoderLayer:
 
 LayerReader = Callable[[Weights, str, TargetConfig | DraftConfig, Kernels], DecoderLayer]
 
+GATES = {"silu": SILU, "gelu_pytorch_tanh": GELU}
+"""`hidden_act` of a config -> the gate of feed-forwards."""
 
-def _read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> MLP | Experts:
+
+def read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> MLP | Experts:
     """Read a layer's feed-forward, or its experts if it has a router.
 
     Raises:
-        UnsupportedError: another activation than silu.
+        UnsupportedError: another activation than silu and the tanh form of gelu.
     """
-    if config.hidden_act != "silu":
+    if config.hidden_act not in GATES:
+        known = " or ".join(GATES)
         raise UnsupportedError(
-            id="activation-not-run", field="hidden_act", found=config.hidden_act, expected="silu in this runtime"
+            id="activation-not-run", field="hidden_act", found=config.hidden_act, expected=f"{known} in this runtime"
         )
     experts = config.experts if isinstance(config, TargetConfig) else None
     if experts is not None and f"{name}.gate.weight" in weights:
         return Experts.read(weights, name, experts, kernels)
-    return MLP.read(weights, name, kernels)
+    return MLP.read(weights, name, kernels, GATES[config.hidden_act])
 
 
 class DecoderStack:
@@ -315,7 +324,7 @@ class DecoderStack:
     @property
     def follows_from_shapes(self) -> bool:
         """Whether no layer reads a tensor's value on the host. Only experts may do so."""
-        return all(not isinstance(layer.mlp, Experts) or layer.mlp.follows_from_shapes for layer in self.layers)
+        return all(layer.mlp.follows_from_shapes for layer in self.layers)
 
     def __call__(
         self,

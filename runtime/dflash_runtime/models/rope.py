@@ -50,9 +50,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: i
         InvalidConfig: a parameter of the type is missing or no number.
     """
     if rope.kind not in KINDS:
-        raise UnsupportedError(
-            id="rope-not-run", field="rope_type", found=rope.kind, expected="default, linear, yarn or llama3"
-        )
+        raise UnsupportedError(id="rope-not-run", field="rope_type", found=rope.kind, expected=", ".join(KINDS))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     return KINDS[rope.kind](rope.theta**exponents, _Parameters(rope, head_dim, max_position_embeddings))
 
@@ -89,6 +87,15 @@ def _default(periods: Tensor, _: _Parameters) -> tuple[Tensor, float]:
 
 def _linear(periods: Tensor, parameters: _Parameters) -> tuple[Tensor, float]:
     return 1.0 / periods / parameters.number("factor"), 1.0
+
+
+def _proportional(periods: Tensor, parameters: _Parameters) -> tuple[Tensor, float]:
+    """Turn the share `partial_rotary_factor` of the pairs, with the periods of whole heads. Other pairs do not turn."""
+    share, factor = parameters.number("partial_rotary_factor", 1.0), parameters.number("factor", 1.0)
+    num_turned = int(share * parameters.head_dim // 2)
+    frequencies = 1.0 / periods
+    frequencies[num_turned:] = 0
+    return frequencies / factor, 1.0
 
 
 def _llama3(periods: Tensor, parameters: _Parameters) -> tuple[Tensor, float]:
@@ -139,6 +146,6 @@ def _yarn_scale(factor: float, parameters: _Parameters) -> float:
 
 
 KINDS: dict[str, Callable[[Tensor, _Parameters], tuple[Tensor, float]]] = {
-    "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn
+    "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "proportional": _proportional,
 }  # fmt: skip
 """Rope type -> its frequencies. `dynamic` and `longrope` are left out: they depend on the length of the text."""

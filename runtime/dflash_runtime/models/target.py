@@ -15,11 +15,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8, scale_tensors
+from dflash_runtime.checkpoint.fp8_format import scale_tensors
 from dflash_runtime.checkpoint.hosted_config import open_decoder, read_hosted_config, read_own_cache_config
 from dflash_runtime.checkpoint.layout import Shapes, compare_tensors, unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.runs_here import TargetRuntime, how_it_runs, without_native_family
+from dflash_runtime.checkpoint.runs_here import (
+    TargetRuntime,
+    how_it_runs,
+    refuse_quantised,
+    without_native_family,
+)
 from dflash_runtime.checkpoint.target_quantization import read_quantization
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError, naming_file
@@ -78,7 +83,8 @@ class TargetFamily(Protocol):
     """A class of targets: lists the tensors of a target, and builds a target from them.
 
     A family may have `read_config(config, path)`, which returns the `TargetConfig` of a config.json with keys that
-    `hf_config.read_target_config` refuses as parts of another decoder.
+    `hf_config.read_target_config` refuses as parts of another decoder. It may have `arrange`, which `load_weights`
+    calls.
     """
 
     def expected_shapes(self, config: TargetConfig) -> Shapes:
@@ -129,7 +135,7 @@ def _native_config(source: TargetSource) -> TargetConfig:
     config: TargetConfig = (
         source.config if read_config is None else read_config(checkpoint.config, checkpoint.config_path)
     )
-    refuse_packed_unless_fp8(checkpoint)
+    refuse_quantised(source)
     return config
 
 
@@ -157,8 +163,10 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
     if found != "native":
         with naming_file(source.checkpoint.path):
             return load_own_cache(source, config, placement)
-    weights = load_weights(source.checkpoint, target_shapes(source), placement)
-    return target_families()[config.model_type](config, weights, placement)
+    family = target_families()[config.model_type]
+    arrange = getattr(family, "arrange", None)
+    weights = load_weights(source.checkpoint, target_shapes(source), placement, arrange=arrange)
+    return family(config, weights, placement)
 
 
 def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntime) -> int:

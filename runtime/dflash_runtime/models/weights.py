@@ -8,7 +8,7 @@ Matrices in FP8 stay in FP8. After loading, a module `X` has the tensors `X.weig
 `X.input_scale` unless each row of activations has scales of its own (`Fp8Weight`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
 
 Weights = Mapping[str, Tensor]
+Arrange = Callable[[str, Tensor], Tensor]
+"""Returns a tensor, by its name, in the layout that a model reads."""
 
 Matrix = Tensor | Fp8Weight
 """A weight of a product."""
@@ -39,12 +41,17 @@ def native_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
 
 
 def load_weights(
-    checkpoint: Checkpoint, names: Iterable[str], placement: Placement, as_stored: str | None = None
+    checkpoint: Checkpoint,
+    names: Iterable[str],
+    placement: Placement,
+    as_stored: str | None = None,
+    arrange: Arrange | None = None,
 ) -> Weights:
     """Read tensors onto the device, convert floating point tensors to the dtype of the run, and stack projections.
 
     The device converts, which costs the host neither time nor memory. Tensors with the prefix `as_stored` keep their
-    dtype, and matrices in FP8 keep theirs and get their scales.
+    dtype, and matrices in FP8 keep theirs and get their scales. With `arrange` each tensor is arranged before the next
+    one is read: memory may not hold all of them twice.
     """
     wanted = list(names)
     scaled, form = fp8_matrices(checkpoint, wanted), read_fp8_format(checkpoint)
@@ -54,10 +61,10 @@ def load_weights(
         for name, tensor in checkpoint.load_many(wanted, str(placement.device)):
             if form is not None and name in scaled:
                 yield name, _fp8_weight(tensor, scaled[name], scales, form)
-            elif tensor.is_floating_point() and not _begins(name, as_stored):
-                yield name, tensor.to(placement.dtype)
-            else:
-                yield name, tensor
+                continue
+            is_stored = not tensor.is_floating_point() or _begins(name, as_stored)
+            read = tensor if is_stored else tensor.to(placement.dtype)
+            yield name, read if arrange is None else arrange(name, read)
 
     shapes = {name: checkpoint.tensors[name].shape for name in wanted}
     return stack_projections(stack_experts(loaded(), shapes))
@@ -79,6 +86,18 @@ def _fp8_weight(values: Tensor, names: Fp8Names, scales: Mapping[str, Tensor], f
     if names.input_scale is not None:
         fixed = scales[names.input_scale].amax().view(1)
     return Fp8Weight(values, found, fixed)
+
+
+def with_wide_norms(weights: Weights) -> Weights:
+    """Return the weights of norms in float32 at least, in which transformers multiplies the norms of some families."""
+    return {
+        name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if _is_norm(name) else tensor
+        for name, tensor in weights.items()
+    }
+
+
+def _is_norm(name: str) -> bool:
+    return "norm" in name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _begins(name: str, prefix: str | None) -> bool:

@@ -66,14 +66,14 @@ AROUND: Mapping[str, Json] = {
 """Multimodal model type -> the keys of its config outside the decoder's and the vision part's configs."""
 
 
-def make_wrapper(path: Path, kind: str) -> Any:
+def make_wrapper(path: Path, kind: str, **changes: Any) -> Any:
     """Return a random multimodal model of transformers, saved in a directory as safetensors."""
     from transformers import AutoConfig, AutoModelForImageTextToText, logging
 
     skip_unknown(kind)
     logging.disable_progress_bar()
-    config = AutoConfig.for_model(kind, text_config={**BODY, "pad_token_id": 0, **WRAPPERS[kind]}, vision_config=VISION,
-                                  **AROUND.get(kind, {}))  # fmt: skip
+    text = {**BODY, "pad_token_id": 0, **WRAPPERS[kind], **changes}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=VISION, **AROUND.get(kind, {}))
     config.initializer_range = config.get_text_config(decoder=True).initializer_range = BODY["initializer_range"]
     torch.manual_seed(5)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()

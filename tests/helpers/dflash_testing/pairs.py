@@ -262,10 +262,23 @@ class DenseAttention:
         return self._memory.recall(layer, rows, taps, gates, out)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
-        assert softmax == PLAIN
+        if softmax != PLAIN:
+            return self._attend(query, keys, values, softmax)
         query, keys, values = (heads[None].transpose(1, 2) for heads in (query, keys, values))
         attended = scaled_dot_product_attention(query, keys, values, is_causal=self._is_causal, enable_gqa=True)
         return attended.transpose(1, 2)[0]
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        """Attention with sinks."""
+        assert softmax.sinks is not None
+        assert softmax.cap is None
+        group = query.shape[1] // keys.shape[1]
+        scores = torch.einsum("thd,shd->hts", query, keys.repeat_interleave(group, 1)) * query.shape[2] ** -0.5
+        if self._is_causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), -torch.inf)
+        sinks = softmax.sinks[:, None, None].expand(-1, len(query), 1)
+        weights = torch.cat((scores, sinks), dim=2).softmax(2)[..., :-1]
+        return torch.einsum("hts,shd->thd", weights, values.repeat_interleave(group, 1))
 
     read = __call__
 

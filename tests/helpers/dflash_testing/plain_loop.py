@@ -1,15 +1,18 @@
 """The loop of drafting and verifying without an engine: no pages, no batch, no cache. It reads the whole text again."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE
+from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.drafts.draft import Draft, WalkingDraft
+from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.target import Target
 from dflash_testing.pairs import DenseAttention, placement
 
@@ -18,6 +21,22 @@ Step = tuple[tuple[int, ...], int]
 
 Read = Callable[[list[int]], tuple[Tensor, Tensor]]
 """Returns the target's logits [T, V] after each token of a text, and the features [T, F] that a draft reads."""
+
+
+class WholeText:
+    """A target that transformers runs on the whole text, without a cache. It keeps nothing of rejected tokens."""
+
+    def __init__(self, model: Any, config: TargetConfig) -> None:
+        self.config, self.embedding_scale = config, 1.0
+        self.embedding = model.get_input_embeddings().weight.detach()
+        self.head = Linear(model.get_output_embeddings().weight.detach())
+        self._model = model
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        out = self._model.model(token_ids[None], output_hidden_states=True, use_cache=False)
+        return out.last_hidden_state[0], torch.cat([out.hidden_states[tap + 1][0] for tap in taps], dim=-1)
 
 
 @dataclass(frozen=True)

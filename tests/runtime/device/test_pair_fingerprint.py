@@ -10,6 +10,7 @@ from dflash_runtime.config import (
     ConvolutionConfig,
     DraftConfig,
     ExpertsConfig,
+    GemmaConfig,
     MarkovConfig,
     OwnCache,
     RecurrenceConfig,
@@ -29,11 +30,12 @@ TARGET_CHANGES: dict[str, Any] = {
     "ropes": {"full": RopeConfig(theta=5.0)}, "num_experts": 3, "num_experts_per_token": 2, "nested_in": "text_config",
     "quantization": "awq", "tie_word_embeddings": True, "eos_token_ids": (3,), "dtype": "float16",
     "not_known": ("x",), "intermediate_size": 50, "rms_norm_eps": 0.3, "hidden_act": "gelu", "attention_bias": True,
-    "mlp_bias": True, "rotary_dim": 4,
+    "mlp_bias": True, "has_sinks": True, "rotary_dim": 4,
     "recurrence": RecurrenceConfig(
         layers=(0,), num_key_heads=1, num_value_heads=2, key_size=4, value_size=4, num_taps=4
     ),
-    "other_kv_shapes": {1: (1, 8)}, "own_cache": OwnCache(3, 4),
+    "gemma": GemmaConfig(has_equal_kv=True, logit_cap=30.0), "other_kv_shapes": {1: (1, 8)},
+    "own_cache": OwnCache(3, 4),
     "experts": ExpertsConfig(num_experts=4, num_chosen=2, intermediate_size=8, has_normalised_scores=True, layers=(0,)),
 }  # fmt: skip
 DRAFT_CHANGES: dict[str, Any] = {

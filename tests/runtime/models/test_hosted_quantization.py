@@ -25,6 +25,7 @@ from dflash_runtime.models.target import find_target_runtime, load_target, targe
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import MIXED, host, make_model, plain_text
+from dflash_testing.packed_models import plain_numbers
 from dflash_testing.pairs import placement, random_prompts, random_target
 from dflash_testing.quantised_models import COMPRESSED, FP8, GROUPED, pack_blocks, pack_groups, pack_rows, quantise
 from dflash_testing.refusals import refuses
@@ -158,8 +159,7 @@ def test_experts_of_four_bits_are_dequantised(tmp_path: Path) -> None:
         groups = 32 // 32 if name == "gate_up_proj" else 64 // 32
         blocks = torch.randint(0, 256, (2, rows, groups, 16), generator=generator).to(torch.uint8)
         scales = torch.randint(120, 130, (2, rows, groups), generator=generator).to(torch.uint8)
-        numbers = torch.stack([FP4[(blocks & 15).long()], FP4[(blocks >> 4).long()]], dim=-1).flatten(-2)
-        meant[name] = (numbers * (scales.float() - 127).exp2()[..., None]).flatten(-2).transpose(1, 2)
+        meant[name] = plain_numbers(blocks, scales).transpose(1, 2)
         owner = f"model.layers.1.mlp.experts.{name}"
         packed |= {owner: None, f"{owner}_blocks": blocks, f"{owner}_scales": scales}
     edit(tmp_path, **packed)
@@ -171,9 +171,6 @@ def test_experts_of_four_bits_are_dequantised(tmp_path: Path) -> None:
     for name, wanted in meant.items():
         assert torch.equal(model.get_parameter(f"model.layers.1.mlp.experts.{name}"), wanted)
     assert target_bytes(source, torch.float32, "transformers") >= 4 * sum(item.numel() for item in model.parameters())
-
-
-FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @needs_accelerate

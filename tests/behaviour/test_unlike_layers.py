@@ -1,0 +1,307 @@
+"""Native targets with sliding and full layers that differ, and with packed experts, in every way that the engine runs.
+
+`test_families.py` compares the families with transformers one by one. Here one model of each kind goes through batches,
+chunks of prompts, preemption, the prefix cache and hand-offs, and its steps equal a loop over transformers' own model.
+"""
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.checkpoint.gemma4_config import read_gemma4_config
+from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
+from dflash_runtime.checkpoint.runs_here import how_it_runs
+from dflash_runtime.config import EngineConfig, RopeConfig
+from dflash_runtime.device.loading import load_pair
+from dflash_runtime.device.text_pages import read_features
+from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.errors import InvalidConfig, UnsupportedError
+from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes, target_families
+from dflash_runtime.scheduling.request import SamplingParams
+from dflash_testing.handoffs import go_on, hand_off
+from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
+from dflash_testing.multimodal_models import make_wrapper
+from dflash_testing.packed_models import pack_experts
+from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
+from dflash_testing.plain_loop import WholeText, plain_loop
+from dflash_testing.refusals import refuses
+
+NUM_DRAFTS, NUM_TOKENS = 7, 20
+PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
+LENGTHS = (1, 2, 17, 33, 65, 130)
+
+
+def scatter(path: Path, model: Any) -> None:
+    """Give norms, scales and the scalars of layers different values, in memory and in the file."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if tensor.dim() == 1 and ("norm" in name or "scal" in name):
+                tensor.copy_(1 + 0.3 * torch.randn(tensor.shape, generator=generator))
+    model.save_pretrained(path)
+
+
+GPT_OSS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.15}
+
+
+GEMMA4: dict[str, Any] = {
+    "global_head_dim": 16, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.0, "head_dim": 8,
+    "initializer_range": 0.2,
+}  # fmt: skip
+GEMMA4_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model type, the keys of its config beyond the usual ones, and what is done to the saved model."""
+
+    model_type: str
+    changes: dict[str, Any]
+    finish: Callable[[Path, Any], None] | None = None
+
+
+KINDS = {
+    "gpt_oss, packed": Kind("gpt_oss", GPT_OSS, pack_experts),
+    "gemma4": Kind("gemma4_text", GEMMA4, scatter),
+    "gemma4 with experts": Kind("gemma4_text", {**GEMMA4, **GEMMA4_EXPERTS}, scatter),
+    "gemma4_unified": Kind("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": False}, scatter),
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A model of transformers, and the same model as a native target."""
+
+    model: Any
+    target: Target
+
+    def prompts(self, *lengths: int) -> list[list[int]]:
+        return random_prompts(lengths, self.target.config.vocab_size)
+
+    def texts(self, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+        return [plain_text(self.model, prompt, num_tokens) for prompt in prompts]
+
+    def draft(self, known: list[Known] | None = None) -> Draft:
+        draft = random_draft(self.target, rope=RopeConfig(theta=10_000.0), num_kv_heads=2, head_dim=8)
+        return draft if known is None else KnowingDraft(draft, known)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+    path, kind = tmp_path_factory.mktemp("unlike"), KINDS[request.param]
+    model = make_model(path, kind.model_type, **kind.changes)
+    if kind.finish is not None:
+        kind.finish(path, model)
+    source = open_target(path)
+    assert find_target_runtime(source, "auto")[0] == "native"
+    return Compared(model, load_target(source, placement()))
+
+
+def test_outputs_of_every_layer_equal_transformers(compared: Compared) -> None:
+    (text,) = compared.prompts(150)
+    layers = range(compared.target.config.num_layers - 1)
+    with torch.no_grad():
+        out = compared.model(torch.tensor([text]), output_hidden_states=True, use_cache=False)
+    wanted = torch.cat([out.hidden_states[layer + 1][0] for layer in layers], dim=-1)
+    found = read_features(compared.target, placement(), 16, text, list(layers))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 9}], ids=str)
+def test_many_prompts_at_once(compared: Compared, engine: dict[str, Any]) -> None:
+    given = compared.prompts(*LENGTHS)
+    wanted = compared.texts(given)
+    known = [Known([*prompt, *text], index) for index, (prompt, text) in enumerate(zip(given, wanted, strict=True))]
+    llm = random_llm(compared.target, compared.draft(known), NUM_DRAFTS, max_num_requests=4, **engine)
+    outputs = llm.generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == wanted
+    assert len({max(output.acceptance_lengths) for output in outputs}) > 2
+
+
+@pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 9}], ids=str)
+def test_steps_equal_a_loop_over_transformers(compared: Compared, engine: dict[str, Any]) -> None:
+    """Drafted tokens follow from the features, and accepted ones from the text, both of transformers' own model."""
+    prompts = compared.prompts(3, 21)
+    draft = compared.draft()
+    reader = WholeText(compared.model, compared.target.config)
+    wanted = [plain_loop(reader, draft, prompt, 3, 9) for prompt in prompts]
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    found = random_llm(compared.target, draft, 3, max_num_requests=2, **engine).generate(prompts, params)
+    for output, (text, steps) in zip(found, wanted, strict=True):
+        assert list(output.token_ids) == text[:9]
+        assert [(step.draft_ids, step.num_accepted) for step in output.drafts[:-1]] == steps[: len(output.drafts) - 1]
+
+
+@pytest.mark.parametrize("scheduling", ["sync", "async"])
+def test_preempted_requests_begin_again(compared: Compared, scheduling: str) -> None:
+    given = compared.prompts(20, 21, 22, 23)
+    llm = random_llm(
+        compared.target, compared.draft(), NUM_DRAFTS,
+        max_num_requests=4, page_size=4, num_pages=35, scheduling=scheduling,
+    )  # fmt: skip
+    outputs = llm.generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == compared.texts(given)
+    assert any(output.num_preemptions for output in outputs)
+
+
+def test_a_prompt_that_is_asked_again(compared: Compared) -> None:
+    (prompt,) = compared.prompts(48)
+    llm = random_llm(compared.target, compared.draft(), NUM_DRAFTS)
+    outputs = [llm.generate([prompt], PARAMS)[0] for _ in range(2)]
+    assert [list(output.token_ids) for output in outputs] == compared.texts([prompt]) * 2
+    assert [output.num_cached for output in outputs] == [0, 32]
+
+
+def test_a_text_goes_on_in_another_engine(compared: Compared) -> None:
+    given = compared.prompts(*LENGTHS)
+    one, sender, receiver = (
+        random_llm(compared.target, compared.draft(), NUM_DRAFTS, scheduling="async", max_num_requests=3)
+        for _ in range(3)
+    )
+    wanted = one.generate(given, PARAMS)
+    found = go_on(receiver, given, PARAMS, hand_off(sender, given, PARAMS))
+    assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
+    assert [item.num_loaded for item in found] == list(LENGTHS)
+
+
+def test_texts_are_lossless_by_one_forward(compared: Compared) -> None:
+    llm = random_llm(compared.target, compared.draft(), NUM_DRAFTS)
+    assert llm.check_lossless(llm.generate(compared.prompts(*LENGTHS), PARAMS)).is_lossless
+
+
+PUBLISHED_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2880, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-05,
+    "quantization_config": {"quant_method": "mxfp4"}, "rope_theta": 150000, "sliding_window": 128,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+}  # fmt: skip
+PUBLISHED_GEMMA4: dict[str, Any] = {
+    "attention_k_eq_v": True, "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376, "hidden_size_per_layer_input": 0,
+    "intermediate_size": 21504, "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+    "max_position_embeddings": 262144, "model_type": "gemma4_text", "num_attention_heads": 32,
+    "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16, "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-06, "sliding_window": 1024, "tie_word_embeddings": True, "vocab_size": 262144,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+}  # fmt: skip
+PUBLISHED_GEMMA4_EXPERTS: dict[str, Any] = {
+    **PUBLISHED_GEMMA4, "enable_moe_block": True, "hidden_size": 2816, "intermediate_size": 2112,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5, "moe_intermediate_size": 704,
+    "num_attention_heads": 16, "num_experts": 128, "num_global_key_value_heads": 2, "num_hidden_layers": 30,
+    "num_key_value_heads": 8, "top_k_experts": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "num_weights"),
+    [(PUBLISHED_GPT_OSS, 20.9e9), (PUBLISHED_GEMMA4, 30.7e9), (PUBLISHED_GEMMA4_EXPERTS, 25.2e9)],
+    ids=["gpt-oss-20b", "gemma-4-31B", "gemma-4-26B-A4B"],
+)
+def test_tensors_of_published_sizes_are_those_of_transformers(config: dict[str, Any], num_weights: float) -> None:
+    """transformers makes the model without memory. A packed weight has 4 bits per number, and one scale per 32."""
+    left_out = ("quantization_config", "architectures")
+    source = {key: deepcopy(value) for key, value in config.items() if key not in left_out}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**source))
+    wanted = {name: tuple(item.shape) for name, item in model.state_dict().items()}
+    if config.get("tie_word_embeddings"):
+        del wanted["lm_head.weight"]
+    family: Any = target_families()[config["model_type"]]
+    found = dict(family.expected_shapes(family.read_config(config, Path("config.json"))))
+    for name in [name for name in found if name.endswith("_blocks")]:
+        *stack, groups, size = found.pop(name)
+        assert found.pop(name.replace("_blocks", "_scales")) == (*stack, groups)
+        found[name.removesuffix("_blocks")] = (stack[0], 2 * groups * size, stack[1])
+    assert found == wanted
+    assert sum(math.prod(shape) for shape in found.values()) == pytest.approx(num_weights, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_the_text_part_of_a_multimodal_model_is_native(kind: str, tmp_path: Path) -> None:
+    changes = {**GEMMA4, **(GEMMA4_EXPERTS if kind == "gemma4" else {})}
+    model = make_wrapper(tmp_path, kind, **changes)
+    source = open_target(tmp_path)
+    assert find_target_runtime(source, "auto")[0] == "native"
+    compared = Compared(model, load_target(source, placement()))
+    given = compared.prompts(3, 30)
+    outputs = random_llm(compared.target, compared.draft(), NUM_DRAFTS, max_num_requests=2).generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == compared.texts(given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size_per_layer_input": 6}, "hidden_size_per_layer_input"),
+        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ],
+)
+def test_parts_that_no_native_family_computes_are_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    """Without a stated width of the inputs of each layer, transformers has inputs."""
+    config = {**PUBLISHED_GEMMA4, **changes}
+    with refuses(UnsupportedError, "target-not-run", found="gemma4_text") as refused:
+        read_gemma4_config({key: item for key, item in config.items() if item is not None}, tmp_path / "config.json")
+    assert named in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layer_types": None}, "layer_types"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.sliding_attention"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
+        ({"global_head_dim": "wide"}, "global_head_dim"),
+        ({"per_layer_config": {"00": {"head_dim": 16}}}, "per_layer_config"),
+    ],
+)
+def test_a_wrong_key_of_gemma4_is_named(changes: dict[str, Any], field: str, tmp_path: Path) -> None:
+    config = {**PUBLISHED_GEMMA4, **changes}
+    with refuses(InvalidConfig, field=field):
+        read_gemma4_config({key: item for key, item in config.items() if item is not None}, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"layer_types": None}, "layer_types"),
+        ({"swiglu_limit": -7}, "swiglu_limit"),
+        ({"rope_theta": None}, "rope_theta"),
+    ],
+)
+def test_a_wrong_key_of_gpt_oss_is_named(changes: dict[str, Any], field: str, tmp_path: Path) -> None:
+    config = {**PUBLISHED_GPT_OSS, **changes}
+    with refuses(InvalidConfig, field=field):
+        read_gpt_oss_config({key: item for key, item in config.items() if item is not None}, tmp_path / "config.json")
+
+
+def test_packed_weights_are_reported_and_take_their_own_bytes(tmp_path: Path) -> None:
+    model = make_model(tmp_path, "gpt_oss", **GPT_OSS)
+    plain = target_bytes(open_target(tmp_path), torch.float32, "native")
+    pack_experts(tmp_path, model)
+    source = open_target(tmp_path)
+    answer = how_it_runs(source)
+    assert (answer.runtime, answer.words) == ("native", "natively; weights mxfp4")
+    numbers = sum(item.numel() for name, item in model.named_parameters() if name.endswith(("up_proj", "down_proj")))
+    assert plain - target_bytes(source, torch.float32, "native") == numbers * 4 - numbers * 17 // 32
+    assert load_pair(source, None, EngineConfig(device="cpu", max_model_len=64)).target_quantization == "mxfp4"
