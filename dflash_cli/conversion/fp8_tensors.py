@@ -39,7 +39,7 @@ KEPT = (r"re:.*self_attn\.(q|k|v|qkv)_proj$", r"re:.*lm_head$", r"re:.*embed_tok
 
 FLOATS = ("BF16", "F16", "F32")
 FAMILIES = ("dflash",)
-"""Draft families whose layers the runtime multiplies in FP8."""
+"""Draft families that the runtime multiplies in FP8."""
 
 
 def quantization_config(*, has_all: bool) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def in_fp8(
 ) -> list[WrittenTensor]:
     """Return the tensors of a result, with its matrices in FP8 and their scales.
 
-    With `has_all`, q, k, v and the head are in FP8 too. The head is the target's, if the draft has none.
+    With `has_all`, q, k, v and the head are in FP8 too. A draft without a head gets the target's.
 
     Raises:
         UnsupportedError: the draft is quantised already, or is of another family.

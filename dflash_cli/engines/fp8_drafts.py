@@ -10,13 +10,13 @@ from dflash_runtime.checkpoint.fp8_format import E4M3
 from dflash_runtime.checkpoint.layout import HEAD
 
 ATTENTION_INPUT = re.compile(r"(.*\.)?self_attn\.(q|k|v|qkv)_proj\.weight")
-FIX = "dflash convert SRC {out} --to native --quantize fp8 # from the plain draft; keeps q, k, v and the head"
+FIX = "dflash convert SRC {{out}} --to {engine} --quantize fp8 # from the plain draft; keeps q, k, v and the head"
 
 
 @check(
     "S42",
-    effect="vLLM multiplies k and v of the context without their scales and stops, and its head has no scales",
-    fix=FIX,
+    effect="vLLM multiplies k and v of the context without scales and stops; it also stops at scales of a head",
+    fix=FIX.format(engine="vllm"),
     source="vLLM 0.33.0 models/qwen3_dflash.py, _build_context_kv_buffers; vllm-project/vllm#51581",
     engines=("vllm",),
     outcome="stops",
@@ -29,7 +29,7 @@ def vllm_gets_plain_queries_keys_values_and_head(subject: Subject) -> Iterator[P
 @check(
     "S43",
     effect="SGLang reads q, k and v of a draft without their scales, so nearly nothing is accepted",
-    fix=FIX,
+    fix=FIX.format(engine="sglang"),
     source="SGLang 0.5.23 models/dflash.py, DFlashAttention and load_weights",
     engines=("sglang",),
     outcome="drops",
