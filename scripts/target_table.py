@@ -131,8 +131,8 @@ convolutions must be plain.
 
 - Activations are rounded as the format says, as in vLLM and SGLang. A target thus computes what an inference server
   computes, but for the order of sums.
-- Joined projections (q, k, v; gate and up) keep the scales of their parts. Stored scales of their activations become
-  the largest one, as in vLLM.
+- Joined projections (q, k, v; gate and up) keep the scales of each part. Parts with stored scales of activations share
+  the largest scale, as in vLLM.
 - GPUs before compute capability 8.9 multiply the same numbers in 16 bits.
 - Scales for a KV cache in FP8 are left out: KV has the dtype of the run.
 - Missing or misshapen scales are refused with exit code 3.

@@ -67,7 +67,9 @@ def convert_draft(
             elif isinstance(plan, ConversionPlan) and verification != "none":
                 verify_roundtrip(plan, stage, progress)
                 if verification == "logits":
-                    logits = verify_logits(plan.draft, open_draft(stage), plan.target)
+                    logits = verify_logits(
+                        plan.draft, open_draft(stage), plan.target, is_rounded=plan.spec.quantize is not None
+                    )
         with _timed(seconds, "hash_s"):
             weights = _hash_weights(source.weight_files, [stage / name for name in plan.files], progress)
             paths = (source.config_path, stage / "config.json")

@@ -9,6 +9,8 @@ Source: vLLM 0.33.0 model_executor/models/qwen3_dflash.py (`_build_context_kv_bu
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
@@ -37,7 +39,7 @@ KEPT = (r"re:.*self_attn\.(q|k|v|qkv)_proj$", r"re:.*lm_head$", r"re:.*embed_tok
 
 FLOATS = ("BF16", "F16", "F32")
 FAMILIES = ("dflash",)
-"""Draft families whose layers the runtime multiplies in FP8."""
+"""Draft families that the runtime multiplies in FP8."""
 
 
 def quantization_config(*, has_all: bool) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def in_fp8(
 ) -> list[WrittenTensor]:
     """Return the tensors of a result, with its matrices in FP8 and their scales.
 
-    With `has_all`, q, k, v and the head are in FP8 too. The head is the target's, if the draft has none.
+    With `has_all`, q, k, v and the head are in FP8 too. A draft without a head gets the target's.
 
     Raises:
         UnsupportedError: the draft is quantised already, or is of another family.
@@ -78,7 +80,7 @@ def in_fp8(
         )
         found += _rounded(draft, tensor, tensor.name) if is_rounded else [tensor]
     if has_all and not any(tensor.name == HEAD for tensor in tensors):
-        found += _head_of(target)
+        found += _head_of(target, tensors[0].file)
     return found
 
 
@@ -91,13 +93,14 @@ def _rounded(draft: DraftCheckpoint, tensor: WrittenTensor, name: str) -> list[W
     return _made(name, tensor, lambda: draft.checkpoint.load(name))
 
 
-def _head_of(target: TargetSource | None) -> list[WrittenTensor]:
+def _head_of(target: TargetSource | None, file: Path) -> list[WrittenTensor]:
+    """Return the target's head in FP8. It is written beside the tensors of `file`."""
     if target is None:
         text = "--quantize-all: the head is the target's, and no target is given"
         raise UsageError(text, id="head-needs-target", field="--quantize-all", hint="pass --target TARGET")
     stored = target.checkpoint.tensors
     name = HEAD if HEAD in stored else next(item for item in stored if item.endswith("embed_tokens.weight"))
-    return _made(HEAD, stored[name], lambda: target.checkpoint.load(name))
+    return _made(HEAD, replace(stored[name], file=file), lambda: target.checkpoint.load(name))
 
 
 def _made(name: str, tensor: WrittenTensor, load: Any) -> list[WrittenTensor]:

@@ -88,9 +88,8 @@ def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Ite
 def _rounded_change(draft: DraftCheckpoint, tensor: MadeTensor) -> Change:
     """The change of a matrix in FP8, or of its scales."""
     source = tensor.name.removesuffix(SCALE_END)
-    why = (
-        "its numbers in FP8" if tensor.dtype == E4M3 else f"the scales of {source}, one per block of {BLOCK} x {BLOCK}"
-    )
+    scales = f"the scales of {source}, one per block of {BLOCK} x {BLOCK}"
+    why = "its numbers in FP8" if tensor.dtype == E4M3 else scales
     if source not in draft.checkpoint.tensors:
         return Change(None, tensor.name, "derived", f"{why}; made from the target's head")
     return Change(draft.checkpoint.stored_rows(source).stored, tensor.name, "derived", why)

@@ -89,7 +89,7 @@ def make_products(shape: Shape, form: tuple[int, int], device: torch.device, dty
 
 
 def candidates(chosen: Fp8Shape, num_rows: int, *, is_gated: bool) -> Iterator[Fp8Shape]:
-    """Other parameters, those that matter most first."""
+    """Other parameters. The parameters with the largest effect come first."""
     if num_rows <= 32:
         for columns, num_warps, num_stages in (
             (64, 4, 4), (128, 4, 4), (128, 8, 4), (64, 4, 8), (128, 4, 3), (128, 8, 6), (32, 4, 6), (64, 8, 6),

@@ -134,7 +134,7 @@ def uses_fp8(weight: Fp8Weight) -> bool:
 
 @jit
 def pick(values, index, wanted):
-    """Return one of the values [n], each of which stands at its index."""
+    """Return the value of the values [n] whose index is `wanted`."""
     return tl.sum(tl.where(index == wanted, values, 0.0), 0)
 
 

@@ -11,6 +11,7 @@ from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint import layout
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.files import TensorInfo
+from dflash_runtime.checkpoint.fp8_format import read_fp8_format, refuse_unless_fp8
 from dflash_runtime.checkpoint.layout import (
     CODEBOOK,
     CONFIDENCE,
@@ -25,6 +26,7 @@ from dflash_runtime.checkpoint.layout import (
     owned_shapes,
 )
 from dflash_runtime.config import DraftConfig
+from dflash_runtime.errors import DFlashError
 from dflash_runtime.json_values import is_int
 
 WEIGHTS = "model.safetensors"
@@ -238,8 +240,14 @@ def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
 def weights_are_plain(subject: Subject) -> Iterator[Problem]:
     """Weights are plain floats, or quantization_config says how they are packed.
 
-    dflash does not read packed weights.
+    dflash reads no packed weights but FP8.
     """
+    if subject.checkpoint is not None and subject.tensors and read_fp8_format(subject.checkpoint) is not None:
+        try:
+            refuse_unless_fp8(subject.checkpoint)
+        except DFlashError as error:
+            yield Problem(WEIGHTS, error.message)
+        return
     packed = sorted(
         {info.dtype for info in _body_tensors(subject).values() if info.dtype not in FLOATS and len(info.shape) > 1}
     )

@@ -1,0 +1,106 @@
+"""`convert --quantize fp8`: matrices in FP8 with their scales, which dflash runs and engines load."""
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash_cli.checkpoints.opening import open_draft
+from dflash_kernels.fp8_weight import FP8, to_fp8
+from dflash_runtime.checkpoint.fp8_format import read_fp8_format
+from dflash_runtime.drafts.draft import load_draft
+from dflash_runtime.models.target import TargetEnds
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_testing import checkpoints as support
+from dflash_testing.pairs import (
+    bundled_draft,
+    bundled_draft_model,
+    bundled_llm,
+    bundled_prompts,
+    bundled_target_model,
+    placement,
+)
+
+
+@pytest.fixture(scope="module", params=["part", "all"])
+def draft(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled draft with matrices in FP8: without q, k, v and the head, or all of them."""
+    path: Path = tmp_path_factory.mktemp("fp8") / request.param
+    more = ["--quantize-all"] if request.param == "all" else []
+    outcome = support.invoke("convert", "tiny", path, "--to", "native", "--quantize", "fp8", *more)
+    assert outcome.code == 0, outcome.err
+    return path
+
+
+def test_values_and_scales(draft: Path) -> None:
+    """Each matrix is the source's, rounded. All other tensors are the source's bytes."""
+    source, stored = bundled_draft().checkpoint, load_file(draft / "model.safetensors")
+    is_all = draft.name == "all"
+    rounded = {name.removesuffix("_scale") for name in stored if name.endswith("_scale")}
+    kept = {name for name in stored if name not in rounded and not name.endswith("_scale")}
+    assert ("layers.0.self_attn.q_proj.weight" in rounded) == is_all
+    assert ("lm_head.weight" in rounded) == is_all
+    assert {"fc.weight", "layers.0.mlp.down_proj.weight", "layers.2.self_attn.o_proj.weight"} <= rounded
+    for name in rounded - {"lm_head.weight"}:
+        made = to_fp8(source.load(name), (128, 128))
+        assert stored[name].dtype == FP8
+        assert torch.equal(stored[name].view(torch.uint8), made.values.view(torch.uint8))
+        assert torch.equal(stored[f"{name}_scale"], made.scales)
+    assert all(torch.equal(stored[name], source.load(name)) for name in kept)
+
+
+def test_the_manifest_and_the_config_say_so(draft: Path) -> None:
+    manifest = json.loads((draft / "conversion.json").read_text())
+    changes = {item["to"]: item for item in manifest["tensors"]}
+    assert changes["fc.weight"]["change"] == changes["fc.weight_scale"]["change"] == "derived"
+    assert changes["norm.weight"]["change"] == "kept"
+    form = read_fp8_format(open_draft(draft).checkpoint)
+    assert form is not None
+    assert (form.block, form.activations) == ((128, 128), "dynamic")
+
+
+def test_the_runtime_runs_it(draft: Path) -> None:
+    """Text equals plain decoding. Nearly as many tokens are accepted as of the plain draft; without scales, few are."""
+    target: TargetEnds = bundled_target_model(torch.float32)
+    made = load_draft(open_draft(draft).source, target, placement())
+    prompts, params = bundled_prompts()[:4], SamplingParams(max_new_tokens=24)
+    outputs = bundled_llm(made, 7).generate(prompts, params)
+    plain = bundled_llm(None, 0).generate(prompts, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    source = bundled_llm(bundled_draft_model(), 7).generate(prompts, params)
+    assert mean_accepted(outputs) > 0.8 * mean_accepted(source)
+
+
+def mean_accepted(outputs: list[RequestOutput]) -> float:
+    return fmean(step.num_accepted for output in outputs for step in output.drafts)
+
+
+def test_verdicts_of_engines(draft: Path) -> None:
+    """vLLM stops at q, k, v or a head in FP8, and SGLang reads q, k and v without scales."""
+    outcome = support.invoke("validate", draft, "--engine", "vllm,sglang", "--json")
+    found = {item["id"] for item in json.loads(outcome.out)["findings"]} & {"S42", "S43", "N11"}
+    assert found == ({"S42", "S43"} if draft.name == "all" else set())
+
+
+def test_a_quantised_draft_is_not_rounded_again(draft: Path, tmp_path: Path) -> None:
+    outcome = support.invoke("convert", draft, tmp_path / "again", "--to", "native", "--quantize", "fp8")
+    assert outcome.code == 5
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "code"),
+    [("speculators", ["--quantize", "fp8", "--target-name", "a/b"], 5), ("native", ["--quantize-all"], 2)],
+)
+def test_refusals(to: str, options: list[str], code: int, tmp_path: Path) -> None:
+    assert support.invoke("convert", "tiny", tmp_path / "out", "--to", to, *options).code == code
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    outcome = support.invoke("convert", "tiny", tmp_path / "out", "--to", "native", "--quantize", "fp8", "--dry-run")
+    assert outcome.code == 0
+    assert "derived  fc.weight" in outcome.out
+    assert not (tmp_path / "out").exists()
