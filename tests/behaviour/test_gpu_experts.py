@@ -1,4 +1,4 @@
-"""Targets with experts or unlike layers on a GPU, in bfloat16: steps run in CUDA graphs with results of plain launches."""
+"""Targets with experts or unlike layers on a GPU, in bfloat16: captured steps have the results of plain launches."""
 
 from pathlib import Path
 from typing import Any

@@ -64,7 +64,7 @@ GEMMA4_EXPERTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A model type, the keys of its config beyond the usual ones, and what is done to the saved model."""
+    """A model type, the keys of its config beyond the usual ones, and a function that finishes the saved model."""
 
     model_type: str
     changes: dict[str, Any]
@@ -226,7 +226,7 @@ def test_tensors_of_published_sizes_are_those_of_transformers(config: dict[str, 
     wanted = {name: tuple(item.shape) for name, item in model.state_dict().items()}
     if config.get("tie_word_embeddings"):
         del wanted["lm_head.weight"]
-    family = target_families()[config["model_type"]]
+    family: Any = target_families()[config["model_type"]]
     found = dict(family.expected_shapes(family.read_config(config, Path("config.json"))))
     for name in [name for name in found if name.endswith("_blocks")]:
         *stack, groups, size = found.pop(name)

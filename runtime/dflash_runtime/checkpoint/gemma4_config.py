@@ -20,7 +20,7 @@ from dflash_runtime.errors import MISSING, InvalidConfig
 from dflash_runtime.json_values import as_object, is_int
 
 GEMMA4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-"""Model types whose configs this module reads."""
+"""Model types of Gemma 4: the text part alone, and the multimodal models."""
 
 KNOWN = ("multimodal", "experts", "scaled attention", "another rope for each kind of layer (rope_parameters)")
 """Parts of a decoder, as `foreign_parts` names them, that such a target may have."""

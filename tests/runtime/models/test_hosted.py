@@ -20,7 +20,8 @@ from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.models import hosted, hosted_loading
-from dflash_runtime.models.hosted import HostedAttention, HostedTarget, ScaledHead
+from dflash_runtime.models.head import ScaledHead
+from dflash_runtime.models.hosted import HostedAttention, HostedTarget
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import (
