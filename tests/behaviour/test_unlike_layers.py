@@ -21,6 +21,7 @@ from dflash_runtime.checkpoint.gemma4_config import read_gemma4_config
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.runs_here import how_it_runs
 from dflash_runtime.config import EngineConfig, RopeConfig
+from dflash_runtime.device.attention import Capability, check_capability
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
@@ -326,3 +327,11 @@ def test_triton_kernels_give_the_text(name: str, tmp_path: Path) -> None:
     )  # fmt: skip
     outputs = llm.generate(given, SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert [list(output.token_ids) for output in outputs] == compared.texts(given, 4)
+
+
+def test_a_backend_without_sinks_refuses_gpt_oss(tmp_path: Path) -> None:
+    config = read_gpt_oss_config(PUBLISHED_GPT_OSS, tmp_path / "config.json")
+    backends = {"few": Capability(sinks=False), "all": Capability()}
+    check_capability("all", config, None, "bfloat16", backends=backends)
+    with refuses(UnsupportedError, "attention-not-computed", field="target layer 0"):
+        check_capability("few", config, None, "bfloat16", backends=backends)
