@@ -1,4 +1,4 @@
-"""A target with experts on a GPU, in bfloat16: its steps run in CUDA graphs with the results of plain launches."""
+"""Targets with experts or unlike layers on a GPU, in bfloat16: captured steps have the results of plain launches."""
 
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,19 @@ WITH_SHARED = {
     "linear_key_head_dim": 32, "linear_value_head_dim": 32,
 }  # fmt: skip
 GPT_OSS = {"num_local_experts": 16, "intermediate_size": 64}
+GEMMA4 = {
+    "global_head_dim": 128, "num_key_value_heads": 2, "num_global_key_value_heads": 1, "top_k_experts": 4,
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {}, "qwen3_5_moe_text": WITH_SHARED, "qwen3_next": WITH_SHARED, "gpt_oss": GPT_OSS,
-    "gpt_oss, packed": GPT_OSS,
+    "gpt_oss, packed": GPT_OSS, "gemma4_text": {**GEMMA4, "enable_moe_block": True}, "gemma4_text, dense": GEMMA4,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A random target with 16 experts, 4 of them chosen per row, some with a shared one, and a random draft."""
+    """A random target and draft. Most targets have 16 experts, 4 of them chosen per row, some with a shared one."""
     if torch.cuda.get_device_capability()[0] not in ONE_LAUNCH:
         pytest.skip("torch's grouped product waits for the host on this GPU")
     folder = tmp_path_factory.mktemp("experts")

@@ -7,7 +7,7 @@ chunks of prompts, preemption, the prefix cache and hand-offs, and its steps equ
 import math
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_kernels.suite import triton_kernels
 from dflash_runtime.checkpoint.gemma4_config import read_gemma4_config
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.runs_here import how_it_runs
 from dflash_runtime.config import EngineConfig, RopeConfig
+from dflash_runtime.device.attention import Capability, check_capability
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
@@ -64,7 +66,7 @@ GEMMA4_EXPERTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A model type, the keys of its config beyond the usual ones, and what is done to the saved model."""
+    """A model type, the keys of its config beyond the usual ones, and a function that finishes the saved model."""
 
     model_type: str
     changes: dict[str, Any]
@@ -305,3 +307,31 @@ def test_packed_weights_are_reported_and_take_their_own_bytes(tmp_path: Path) ->
     numbers = sum(item.numel() for name, item in model.named_parameters() if name.endswith(("up_proj", "down_proj")))
     assert plain - target_bytes(source, torch.float32, "native") == numbers * 4 - numbers * 17 // 32
     assert load_pair(source, None, EngineConfig(device="cpu", max_model_len=64)).target_quantization == "mxfp4"
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "with experts" in name else pytest.mark.slow) for name in KINDS]
+)
+def test_triton_kernels_give_the_text(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    model = make_model(tmp_path, kind.model_type, **kind.changes)
+    if kind.finish is not None:
+        kind.finish(tmp_path, model)
+    placed = replace(placement(), kernels=triton_kernels())
+    compared = Compared(model, load_target(open_target(tmp_path), placed))
+    given = compared.prompts(3, 9)
+    llm = random_llm(
+        compared.target, compared.draft(), NUM_DRAFTS, kernels="triton", max_batched_tokens=8, num_pages=30,
+        max_num_requests=2,
+    )  # fmt: skip
+    outputs = llm.generate(given, SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert [list(output.token_ids) for output in outputs] == compared.texts(given, 4)
+
+
+def test_a_backend_without_sinks_refuses_gpt_oss(tmp_path: Path) -> None:
+    config = read_gpt_oss_config(PUBLISHED_GPT_OSS, tmp_path / "config.json")
+    backends = {"few": Capability(sinks=False), "all": Capability()}
+    check_capability("all", config, None, "bfloat16", backends=backends)
+    with refuses(UnsupportedError, "attention-not-computed", field="target layer 0"):
+        check_capability("few", config, None, "bfloat16", backends=backends)

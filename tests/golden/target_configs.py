@@ -79,7 +79,7 @@ GEMMA4: Json = {
     "sliding_window": 1024, "final_logit_softcapping": 30.0, "max_position_embeddings": 262144,
     "use_bidirectional_attention": "vision",
 }  # fmt: skip
-"""Keys of gemma-4-31B and gemma-4-26B-A4B, which have no inputs of each layer. E2B and E4B have them."""
+"""Keys of gemma-4-31B and gemma-4-26B-A4B. E2B and E4B also have inputs of each layer."""
 
 CLASSES: dict[str, tuple[str, Json, Json]] = {
     "alpamayo": ("qwen3_vl", {"num_hidden_layers": 36}, {}),

@@ -1,4 +1,4 @@
-"""Packed weights: the same numbers as transformers unpacks, and products equal to those of plain weights."""
+"""Packed weights: the same numbers as transformers unpacks, and products equal to products of plain weights."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_every_number_and_the_least_and_largest_scales() -> None:
     ("num_rows", "num_experts", "num_chosen"), [(1, 4, 2), (3, 4, 4), (9, 5, 2), (MAX_EXPERT_ROWS + 7, 3, 2)]
 )
 def test_packed_experts_equal_unpacked_ones(num_rows: int, num_experts: int, num_chosen: int, gate: Gate) -> None:
-    """Widths of the layer and of the experts differ, and are no multiples of a tile."""
+    """Widths of the layer and of the experts differ, and the last tile is cut."""
     hidden = normal(num_rows, 192, dtype=DTYPE, seed=1)
     gate_up, down = packed(num_experts, 2 * 64, 192), packed(num_experts, 192, 64, seed=1)
     biases = normal(num_experts, 2 * 64, dtype=DTYPE, seed=2), normal(num_experts, 192, dtype=DTYPE, seed=3)

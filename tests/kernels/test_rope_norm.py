@@ -125,7 +125,7 @@ def test_values_may_have_a_norm_and_are_never_rotated(dtype: torch.dtype) -> Non
     parts, angles = normal(1, 5, 6 * 16, dtype=dtype), normal(5, 8, seed=1)
     cos, sin = (torch.cat((table, table), 1).to(dtype) for table in (angles.cos(), angles.sin()))
     norms = normal(6, 16, dtype=dtype, seed=2) + 1
-    keys, values = (torch.zeros(2, 4, 2, 16, dtype=dtype, device=DEVICE) for _ in "kv")
+    keys, values = torch.zeros(2, 2, 4, 2, 16, dtype=dtype, device=DEVICE)
     place = KVPlace(keys, values, torch.arange(5, device=DEVICE))
     out = rope_store(parts, norms, 1e-6, cos, sin, 2, place)
     rows = parts[0].view(5, 6, 16)

@@ -52,7 +52,7 @@ class Recurrence:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Sizes of the experts in every layer of a target, of which a row uses `chosen`.
+    """Sizes of the experts in every layer of a target. A row uses `chosen` of them.
 
     beside        inner width of the feed-forward that every row uses besides; None: as wide as an expert
     weight_bytes  bytes of one weight of an expert, if they differ from the bytes of other weights
@@ -451,7 +451,7 @@ def _qwen_config(shape: Shape, common: dict[str, Any]) -> TargetConfig:
 
 
 def read_family_config(shape: Shape) -> TargetConfig:
-    """The config of a target whose family reads configs itself."""
+    """The config of a target, read by its family."""
     read: Any = family_of(shape).read_config  # type: ignore[attr-defined]
     config: TargetConfig = read(hf_config(shape), Path("config.json"))
     return config

@@ -20,7 +20,7 @@ from dflash_runtime.errors import MISSING, InvalidConfig
 from dflash_runtime.json_values import as_object, is_int
 
 GEMMA4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-"""Model types whose configs this module reads."""
+"""Model types of Gemma 4: the text part alone, and the multimodal models."""
 
 KNOWN = ("multimodal", "experts", "scaled attention", "another rope for each kind of layer (rope_parameters)")
 """Parts of a decoder, as `foreign_parts` names them, that such a target may have."""
@@ -102,8 +102,8 @@ def _full_heads(
     usual, stated = (body["num_kv_heads"], body["head_dim"]), as_object(text.get("per_layer_config"))
     if stated:
         changes = {int(layer): as_object(item) for layer, item in stated.items() if str(layer).isdigit()}
-        if len(changes) != len(stated) or changes.keys() - set(full):
-            raise InvalidConfig("per_layer_config", sorted(stated), "numbers of full layers", path=path)
+        if len(changes) != len(stated) or changes.keys() != set(full):
+            raise InvalidConfig("per_layer_config", sorted(stated), "the number of every full layer", path=path)
         shapes = {
             layer: (item.get("num_key_value_heads", usual[0]), item.get("head_dim", usual[1]))
             for layer, item in changes.items()
