@@ -125,7 +125,8 @@ def _layer_parts(space: WeightSpace) -> Iterator[WeightReading]:
         "attention": attention, "projections of attention": (*QKV, OUT), "layer norms": LAYER_NORMS,
         "the MLP": (GATE, UP, DOWN), "norms": (*LAYER_NORMS, *HEAD_NORMS),
         "the MLP and its norm": (GATE, UP, DOWN, LAYER_NORMS[1]),
-        "attention and its norm": (*attention, LAYER_NORMS[0]),
+        "attention and its norm": (*attention, LAYER_NORMS[0]), "queries, keys and values": QKV,
+        "keys and values": (KEY, VALUE), "gate and up": (GATE, UP),
         **{short(part): (part,) for part in (*attention, GATE, UP, DOWN, *LAYER_NORMS)},
     }  # fmt: skip
     for shift, way in ((1, "earlier"), (-1, "later")) if count > 2 else ():

@@ -227,13 +227,22 @@ def finding(rule: str, location: str, **changes: Any) -> Finding:
 def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
     """A finding on another tensor does not, and without low acceptance a remark is no cause."""
     spots = frozenset({("mlp.down_proj", 1)})
-    search = ReadingSearch(16, 1000, 3.1, (result(3.1, 5.2, 1.5, "weights", touches=spots),), 60)
+    search = ReadingSearch(16, 1000, 3.1, (result(3.1, 5.2, 1.5, "weights", touches=spots, is_scale=True),), 60)
     for place, rule in (("layers.1.mlp.down_proj.weight", "N34"), ("layers.0.mlp.down_proj.weight", None)):
         report = report_of_search(search, finding("N34", f"model.safetensors:{place}"))
         assert diagnose_report(report, draft="d", target="t").rule == rule
     high = ReadingSearch(16, 1000, 6.1, (), 60)
     report = report_of_search(high, finding("N34", "model.safetensors:layers.1.mlp.down_proj.weight"))
     assert diagnose_report(report, draft="d", target="t").has_cause is False
+
+
+@pytest.mark.parametrize(("severity", "rule"), [("info", None), ("warning", "N37"), ("error", "N37")])
+def test_a_reading_that_only_moves_values_refutes_a_remark_that_they_are_lost(severity: str, rule: str | None) -> None:
+    """The values of v_proj look like noise in k_proj. Exchanged back, the draft accepts all it should."""
+    spots = frozenset({("self_attn.k_proj", 1), ("self_attn.v_proj", 1)})
+    search = ReadingSearch(16, 1000, 1.2, (result(1.2, 6.1, 4.5, "weights", touches=spots),), 60)
+    seen = finding("N37", "model.safetensors:layers.1.self_attn.k_proj.weight", severity=severity)
+    assert diagnose_report(report_of_search(search, seen), draft="d", target="t").rule == rule
 
 
 def test_a_finding_counts_in_each_of_its_places() -> None:
