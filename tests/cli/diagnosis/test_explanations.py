@@ -1,6 +1,7 @@
 """The reading that explains a draft, and the rules that report it, from numbers alone. No model runs."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from dflash_cli.diagnosis.reading_results import (
     is_alike,
     of_different_causes,
 )
-from dflash_cli.diagnosis.readings import MIN_TEST_PROMPTS
+from dflash_cli.diagnosis.readings import MIN_TEST_PROMPTS, Searcher
 from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score, SearchBudget
@@ -294,6 +295,26 @@ def test_another_kind_of_reading_of_the_same_part_is_a_rival() -> None:
         scale = of_part("scale", 3.0, gain, is_scale=True)
         doubt = replace(case_of(offset, {"": 2.0}), same_parts=(scale,)).doubt()
         assert (doubt is not None) == is_doubted
+
+
+def test_a_rival_is_compared_at_the_anchors_of_the_best_reading() -> None:
+    """Most readings are scored at few anchors only, where every loss may be lower."""
+    best, eps = in_config(5.0, 2.0, mask_token_id=7), in_config(3.0, 1.9, rms_norm_eps=1e-3)
+    for loss, is_doubted in ((1.9, True), (4.0, False)):
+        losses = {"mask_token_id": 2.0, "rms_norm_eps": loss, "mask_token_id rms_norm_eps": 2.0}
+        assert (case_of(best, losses, best, eps).doubt() is not None) == is_doubted
+
+
+def test_a_reading_that_gains_little_on_top_is_not_taken_together_with_the_best() -> None:
+    """A lower loss alone is not enough: the reading is named as a cause too."""
+    best = in_config(2.6, 2.0, mask_token_id=7)
+    for length, is_taken in ((2.7, False), (3.2, True)):
+        both = replace(in_config(length, 1.0, rms_norm_eps=1e-3), difference=length - 2.2)
+        searcher: Any = object.__new__(Searcher)
+        searcher._case = lambda *_, both=both: SimpleNamespace(further=lambda: both.alternative)
+        searcher._estimate = searcher._counted = lambda *_, both=both: both
+        found = searcher._composed(best, (), Score(2.2, 2.2, 3.0), ())
+        assert found is (both if is_taken else best)
 
 
 def test_a_scale_on_top_of_a_reading_of_the_same_part_is_a_doubt() -> None:
