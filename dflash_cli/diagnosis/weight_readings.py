@@ -138,7 +138,7 @@ def _layer_parts(space: WeightSpace) -> Iterator[WeightReading]:
     for first, second in pairs:
         for name, parts in groups.items():
             pairs_of_spots: list[tuple[Spot, Spot]] = [((part, first), (part, second)) for part in parts]
-            title, cause = f"{name} of layers {first} and {second} exchanged", f"{name} of two layers is exchanged"
+            title, cause = f"{name} of layers {first} and {second} exchanged", f"two layers hold each other's {name}"
             yield _exchanged(title, cause, pairs_of_spots, is_guess=len(parts) == 1)
 
 
