@@ -65,7 +65,7 @@ def test_the_longest_block_that_is_tried_is_also_tested(tmp_path: Path, monkeypa
     """A draft of blocks of 8 that states 2. The test runs the engine with blocks four times as long as stated."""
 
     class OwnRunner(ReadingRunner):
-        """The runner of a user, whose room follows from the stated block."""
+        """A runner with room for the stated block, as `diagnose` uses it."""
 
     monkeypatch.setattr(plant_kinds, "SharedRunner", OwnRunner)
     short = Kind("", lambda config, *_: config.update(block_size=2), "")
