@@ -78,6 +78,11 @@ class AlternativeReading:
     halves: tuple[Rewrite, ...] = ()
     min_len: float = MIN_LEN
 
+    @property
+    def only_moves(self) -> bool:
+        """Whether it uses every value of the draft as it is: orders, exchanges, layouts, and settings."""
+        return not (self.is_scale or self.is_neutral or self.changes_values)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingSpace:

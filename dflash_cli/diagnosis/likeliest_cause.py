@@ -34,9 +34,9 @@ class DiagnoseDocument:
 def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
     """The likeliest cause among the findings of a run-level report.
 
-    A finding about the tensors of the explaining reading comes first, then the reading, then an error. If acceptance is
-    low, a finding about a fault that lowers acceptance comes last. `draft` and `target` are the words that the user
-    typed.
+    A finding about the tensors of the explaining reading comes first, but a remark only if the reading changes values.
+    Then come the reading, an error, and, if acceptance is low, a finding about a fault that lowers acceptance. `draft`
+    and `target` are the words that the user typed.
     """
     pair = f"{shlex.quote(draft)} --target {shlex.quote(target)}"
     best = report.search.explanation if report.search is not None else None
@@ -45,6 +45,9 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
     low = next((item for item in report.findings if item.level == "run"), None) if best is None else None
     if best is not None:
         seen = [item for item in about_all if item.level == "weights" and _is_about(item, best)]
+        if best.alternative.only_moves:
+            # Every value is right in another place, so a remark that some are lost is refuted.
+            seen = [item for item in seen if item.severity != "info"]
         if not (best.alternative.is_scale or best.alternative.is_neutral):
             seen = [item for item in seen if item.outcome != "serves"]
         seen.sort(key=lambda item: item.outcome == "serves")

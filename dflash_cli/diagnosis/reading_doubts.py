@@ -89,8 +89,13 @@ class ReadingCase:
         return None
 
     def _of_rivals(self) -> str | None:
-        rival = next((item for item in (*self.screened, *self.same_parts) if self._rivals(item)), None)
+        likely = (self._at_many_anchors(item) for item in self.screened if self._rivals(item))
+        rival = next((item for item in chain(likely, self.same_parts) if self._rivals(item)), None)
         return None if rival is None else f"{rival.reading} gains as much"
+
+    def _at_many_anchors(self, item: ReadingResult) -> ReadingResult:
+        """The reading with its loss at the anchors of the best reading. Losses at other anchors do not compare."""
+        return replace(item, score=self.score(item.alternative, True))
 
     def _rivals(self, item: ReadingResult) -> bool:
         """Whether another cause lowers the loss about as much as the best reading."""

@@ -37,6 +37,11 @@ SIGNIFICANCE = 0.05
 UNSCORED = Score(1.0, 1.0, 0.0)
 
 
+def _is_large(gain: float, length: float) -> bool:
+    """Whether a gain matters to a draft of this acceptance length."""
+    return gain > MIN_GAIN and gain > MIN_GAIN_SHARE * (length - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadingResult:
     """Acceptance under another reading, and its difference from the config's own reading on the same prompts.
@@ -80,8 +85,11 @@ class ReadingResult:
         """Whether the reading accepts enough tokens, and gains enough to explain the draft."""
         share = LEFT_OUT_SHARE if self.alternative.is_neutral else MIN_SHARE
         floor = max(self.alternative.min_len, 1 + share * self.alternative.config.num_draft_tokens)
-        is_large = self.difference > MIN_GAIN and self.difference > MIN_GAIN_SHARE * (self.own_len - 1)
-        return self.acceptance_len >= floor and is_large
+        return self.acceptance_len >= floor and _is_large(self.difference, self.own_len)
+
+    def adds_to(self, first: "ReadingResult") -> bool:
+        """Whether this reading, which changes another setting on top of the first one, gains enough over it."""
+        return self.matters and _is_large(self.acceptance_len - first.acceptance_len, first.acceptance_len)
 
     @property
     @computed_key

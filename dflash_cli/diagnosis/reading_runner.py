@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.diagnosis.alternatives import AlternativeReading
+from dflash_cli.diagnosis.alternatives import LARGEST_BLOCK, AlternativeReading
 from dflash_cli.diagnosis.further_training import Ends, Trainable
 from dflash_cli.diagnosis.reading_screen import KnownTexts, ReadingScreen
 from dflash_cli.diagnosis.run_settings import SearchBudget
@@ -50,9 +50,8 @@ class ReadingRunner:
         limits = resolve_limits(config, target_config, draft.config)
         # New prompts are also made from given prompts, by a sampled lead.
         prompt_len = (effort.start_len if longest is None else longest) + effort.lead_len
-        # Twice the lookahead, because a reading may double the block size.
         self.text_len = prompt_len + effort.max_new_tokens
-        wanted = self.text_len + 2 * limits.num_lookahead_tokens
+        wanted = self.text_len + LARGEST_BLOCK * limits.num_lookahead_tokens
         config = replace(config, max_model_len=min(limits.max_model_len, wanted))
         self._pair = load_pair(target, draft, config)
 

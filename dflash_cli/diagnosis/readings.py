@@ -320,13 +320,13 @@ class Searcher:
     def _composed(
         self, best: ReadingResult, screened: Sequence[ReadingResult], own: Score, base: StepCounts
     ) -> ReadingResult:
-        """The best reading together with others that undo other faults."""
+        """The best reading together with others that undo other faults. Each must gain as much as a fault costs."""
         for _ in range(MAX_TOGETHER - 1):
             both = self._case(best, screened, own).further()
             if both is None:
                 break
             found = self._counted(self._estimate(both, MANY_ANCHORS), base)
-            if not found.matters or found.score.loss >= best.score.loss:
+            if not found.adds_to(best) or found.score.loss >= best.score.loss:
                 break
             best = found
         return best

@@ -125,7 +125,8 @@ def _layer_parts(space: WeightSpace) -> Iterator[WeightReading]:
         "attention": attention, "projections of attention": (*QKV, OUT), "layer norms": LAYER_NORMS,
         "the MLP": (GATE, UP, DOWN), "norms": (*LAYER_NORMS, *HEAD_NORMS),
         "the MLP and its norm": (GATE, UP, DOWN, LAYER_NORMS[1]),
-        "attention and its norm": (*attention, LAYER_NORMS[0]),
+        "attention and its norm": (*attention, LAYER_NORMS[0]), "queries, keys and values": QKV,
+        "keys and values": (KEY, VALUE), "gate and up": (GATE, UP),
         **{short(part): (part,) for part in (*attention, GATE, UP, DOWN, *LAYER_NORMS)},
     }  # fmt: skip
     for shift, way in ((1, "earlier"), (-1, "later")) if count > 2 else ():
@@ -137,7 +138,7 @@ def _layer_parts(space: WeightSpace) -> Iterator[WeightReading]:
     for first, second in pairs:
         for name, parts in groups.items():
             pairs_of_spots: list[tuple[Spot, Spot]] = [((part, first), (part, second)) for part in parts]
-            title, cause = f"{name} of layers {first} and {second} exchanged", f"{name} of two layers is exchanged"
+            title, cause = f"{name} of layers {first} and {second} exchanged", f"two layers hold each other's {name}"
             yield _exchanged(title, cause, pairs_of_spots, is_guess=len(parts) == 1)
 
 

@@ -368,7 +368,11 @@ def owner_kinds() -> Iterator[Kind]:
             exchange(first, second),
             f"{first}.*{second}|exchanged|{SAME.get(first, first)}",
         )
-    for name, parts in (("attention", ATTENTION), ("MLP", MLP), ("layer norms", LAYER_NORMS)):
+    groups = {
+        "attention": ATTENTION, "MLP": MLP, "layer norms": LAYER_NORMS, "queries, keys and values": ATTENTION[:3],
+        "keys and values": ATTENTION[1:3], "gate and up": MLP[:2],
+    }  # fmt: skip
+    for name, parts in groups.items():
         yield Kind(f"{name} of two layers exchanged", across(*parts), f"{name}|exchanged|layers|" + "|".join(parts))
     for part in (*ATTENTION, *MLP, *LAYER_NORMS):
         yield Kind(f"{part} of two layers exchanged", across(part), f"{part}|{SAME.get(part, part)}|layers")

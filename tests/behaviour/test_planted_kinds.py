@@ -18,6 +18,7 @@ from planted_faults.kinds import Kind, kinds
 
 from dflash_cli.diagnosis import readings
 from dflash_cli.diagnosis.alternatives import alternative_readings
+from dflash_cli.diagnosis.reading_runner import ReadingRunner
 
 KINDS = {kind.name: kind for kind in kinds()}
 
@@ -58,6 +59,19 @@ def test_a_norm_times_three_is_no_offset(tmp_path: Path, monkeypatch: pytest.Mon
     row = diagnosed(Kind("", scaled, ""), "mild", "weights", tmp_path, monkeypatch)
     assert row["has_cause"] is False
     assert row["improves"][0] == "hidden_norm times 0.333"
+
+
+def test_the_longest_block_that_is_tried_is_also_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft of blocks of 8 that states 2. The test runs the engine with blocks four times as long as stated."""
+
+    class OwnRunner(ReadingRunner):
+        """A runner with room for the stated block, as `diagnose` uses it."""
+
+    monkeypatch.setattr(plant_kinds, "SharedRunner", OwnRunner)
+    short = Kind("", lambda config, *_: config.update(block_size=2), "")
+    row = diagnosed(short, "mild", "block", tmp_path, monkeypatch)
+    assert (row["has_cause"], row["rule"]) == (True, "R08")
+    assert "blocks of 8" in row["sentence"]
 
 
 def only_offsets(read: Any) -> Any:

@@ -86,3 +86,9 @@ def test_there_are_enough_kinds_in_two_strengths_and_three_families() -> None:
     found = list(kinds())
     assert len({kind.name for kind in found}) == len(found) >= 120
     assert {family for kind in found for family in kind.families} == {"bundled", "windowed", "hybrid"}
+
+
+@pytest.mark.parametrize("parts", ["queries, keys and values", "keys and values", "gate and up"])
+def test_a_stacked_projection_of_two_layers_is_exchanged_back(parts: str) -> None:
+    kind = next(kind for kind in owner_kinds() if kind.name == f"{parts} of two layers exchanged")
+    assert undoing(kind, "strong", "windowed")

@@ -119,7 +119,7 @@ def sizes_are_alike(subject: Subject) -> Iterator[Problem]:
 @check_weights(
     "N37",
     "info",
-    effect="the matrix is noise: it was never trained, or its values were damaged",
+    effect="the matrix is noise: it was never trained, its values were damaged, or they are another tensor's",
     fix=FIX_REEXPORT_WEIGHTS,
     source="Marchenko and Pastur 1967: the singular values of random matrices",
     outcome="drops",

@@ -1,6 +1,7 @@
 """The reading that explains a draft, and the rules that report it, from numbers alone. No model runs."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from dflash_cli.diagnosis.reading_results import (
     is_alike,
     of_different_causes,
 )
-from dflash_cli.diagnosis.readings import MIN_TEST_PROMPTS
+from dflash_cli.diagnosis.readings import MIN_TEST_PROMPTS, Searcher
 from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score, SearchBudget
@@ -227,13 +228,22 @@ def finding(rule: str, location: str, **changes: Any) -> Finding:
 def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
     """A finding on another tensor does not, and without low acceptance a remark is no cause."""
     spots = frozenset({("mlp.down_proj", 1)})
-    search = ReadingSearch(16, 1000, 3.1, (result(3.1, 5.2, 1.5, "weights", touches=spots),), 60)
+    search = ReadingSearch(16, 1000, 3.1, (result(3.1, 5.2, 1.5, "weights", touches=spots, is_scale=True),), 60)
     for place, rule in (("layers.1.mlp.down_proj.weight", "N34"), ("layers.0.mlp.down_proj.weight", None)):
         report = report_of_search(search, finding("N34", f"model.safetensors:{place}"))
         assert diagnose_report(report, draft="d", target="t").rule == rule
     high = ReadingSearch(16, 1000, 6.1, (), 60)
     report = report_of_search(high, finding("N34", "model.safetensors:layers.1.mlp.down_proj.weight"))
     assert diagnose_report(report, draft="d", target="t").has_cause is False
+
+
+@pytest.mark.parametrize(("severity", "rule"), [("info", None), ("warning", "N37"), ("error", "N37")])
+def test_a_reading_that_only_moves_values_refutes_a_remark_that_they_are_lost(severity: str, rule: str | None) -> None:
+    """The values of v_proj look like noise in k_proj. Exchanged back, the draft accepts all it should."""
+    spots = frozenset({("self_attn.k_proj", 1), ("self_attn.v_proj", 1)})
+    search = ReadingSearch(16, 1000, 1.2, (result(1.2, 6.1, 4.5, "weights", touches=spots),), 60)
+    seen = finding("N37", "model.safetensors:layers.1.self_attn.k_proj.weight", severity=severity)
+    assert diagnose_report(report_of_search(search, seen), draft="d", target="t").rule == rule
 
 
 def test_a_finding_counts_in_each_of_its_places() -> None:
@@ -285,6 +295,26 @@ def test_another_kind_of_reading_of_the_same_part_is_a_rival() -> None:
         scale = of_part("scale", 3.0, gain, is_scale=True)
         doubt = replace(case_of(offset, {"": 2.0}), same_parts=(scale,)).doubt()
         assert (doubt is not None) == is_doubted
+
+
+def test_a_rival_is_compared_at_the_anchors_of_the_best_reading() -> None:
+    """Most readings are scored at few anchors only, where every loss may be lower."""
+    best, eps = in_config(5.0, 2.0, mask_token_id=7), in_config(3.0, 1.9, rms_norm_eps=1e-3)
+    for loss, is_doubted in ((1.9, True), (4.0, False)):
+        losses = {"mask_token_id": 2.0, "rms_norm_eps": loss, "mask_token_id rms_norm_eps": 2.0}
+        assert (case_of(best, losses, best, eps).doubt() is not None) == is_doubted
+
+
+def test_a_reading_that_gains_little_on_top_is_not_taken_together_with_the_best() -> None:
+    """A lower loss alone is not enough: the reading is named as a cause too."""
+    best = in_config(2.6, 2.0, mask_token_id=7)
+    for length, is_taken in ((2.7, False), (3.2, True)):
+        both = replace(in_config(length, 1.0, rms_norm_eps=1e-3), difference=length - 2.2)
+        searcher: Any = object.__new__(Searcher)
+        searcher._case = lambda *_, both=both: SimpleNamespace(further=lambda: both.alternative)
+        searcher._estimate = searcher._counted = lambda *_, both=both: both
+        found = searcher._composed(best, (), Score(2.2, 2.2, 3.0), ())
+        assert found is (both if is_taken else best)
 
 
 def test_a_scale_on_top_of_a_reading_of_the_same_part_is_a_doubt() -> None:
