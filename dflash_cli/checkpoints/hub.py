@@ -76,7 +76,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         ) from error
     except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
         raise _refusal(repo, error) from error
-    except (NotFromAHub, JSONDecodeError) as error:
+    except (NotFromAHub, JSONDecodeError, UnicodeError, RecursionError) as error:
         raise HubUnreachable(
             "the answer is not from a hub", id="not-a-hub", path=repo,
             hint="a network may ask for a login in a browser; otherwise check HF_ENDPOINT and the proxy",

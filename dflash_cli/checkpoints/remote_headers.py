@@ -206,7 +206,7 @@ def _get(url: str, begin: int | None = None, end: int | None = None) -> Iterator
     with utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
         if response.status_code >= 400:
             content = _read(response, MAX_ERROR_BYTES)
-            kept = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+            kept = [item for item in response.headers.raw if not item[0].lower().startswith(b"content-")]
             response = type(response)(response.status_code, headers=kept, content=content, request=response.request)
         utils.hf_raise_for_status(response)
         if str(response.headers.get("Content-Type", "")).startswith("text/html"):

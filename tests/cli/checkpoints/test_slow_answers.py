@@ -101,6 +101,21 @@ def test_a_trickling_dataset_ends_at_the_limit(trickling: Callable[..., str], tm
     assert refusal_of(trickling(*FORMS["head"]), tmp_path, *command) == "hub-too-slow"
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 404 No\r\nX-Error-Message: \xc3\xbc\xff\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 404 No\r\nX-Error-Code: RepoNotFound\r\nContent-Length: 5\r\n\r\n\xf5\xf5\xf5{}",
+        b"HTTP/1.1 403 No\r\nX-Error-Code: GatedRepo\r\nContent-Length: 60000\r\n\r\n" + b"[" * 60000,
+        b"HTTP/1.1 302 Found\r\nLocation: http://[\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: ftp://x\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: \xff\xfe\r\nContent-Length: 0\r\n\r\n",
+    ],
+)
+def test_a_malformed_answer_ends_in_an_error(answer: bytes, trickling: Callable[..., str], tmp_path: Path) -> None:
+    assert refusal_of(trickling(b"", b"", *[answer] * 9), tmp_path, "inspect", "org/draft")
+
+
 def test_a_long_answer_may_take_longer_if_it_comes_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """60 bytes take 5.4 s, past the limit of 1 s. Each byte takes 0.09 s and allows 0.1 s more."""
     now = [0.0]
