@@ -1,7 +1,6 @@
 """Drafts of other kinds: a sound one has no fault, each fault is named, and names are converted byte for byte."""
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -19,8 +18,6 @@ from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.draft_kinds.table import FORMS, evaluate
 from dflash_cli.formats.fields import REMOVED, with_keys
-from dflash_cli.rules.subject import ValidationPlan
-from dflash_cli.rules.validator import validate_draft
 from dflash_runtime.errors import MISSING
 from dflash_testing import checkpoints as support
 from dflash_testing.kinds import CASES, KindCase, kind_of
@@ -421,10 +418,8 @@ def test_the_table_of_kinds_in_the_documents_is_true() -> None:
     assert table() in (ROOT / "docs" / "reference" / "drafts.md").read_text(encoding="utf-8")
 
 
-def test_a_config_with_any_number_of_layers_is_read_in_seconds(tmp_path: Path) -> None:
-    """The fuzzer found 5 s for 2**31 layers, of which the table lists as many as a draft may have."""
+def test_a_config_with_any_number_of_layers_is_read_in_seconds() -> None:
+    """The fuzzer found 5 s for 2**31 layers: as many tensors were listed as a config asked for."""
     case = CASES["xpress"]
-    path = case.write(tmp_path / "draft", {**case.config, "num_hidden_layers": 2**31})
-    started = time.process_time()
-    validate_draft(ValidationPlan(draft=path))
-    assert time.process_time() - started < 2
+    reading = KindReading(case.reading.kind, {**case.config, "num_hidden_layers": 2**31})
+    assert len(case.reading.expected) < len(reading.expected) < 50_000

@@ -50,7 +50,7 @@ def of_engines(home: Path) -> dict[str, Reader]:
     target, hybrid = random_target(num_layers=2), random_hybrid_target()
     llms = {
         "pages": random_llm(target, random_draft(target), 3, max_num_requests=1),
-        "hybrid": random_llm(hybrid, random_draft(hybrid), 3, max_num_requests=1),
+        "states": random_llm(hybrid, random_draft(hybrid), 3, max_num_requests=1),
     }
     readers = {}
     for name, llm in llms.items():
@@ -59,7 +59,7 @@ def of_engines(home: Path) -> dict[str, Reader]:
         _generate(llm, folder, is_sending=True)
         for what, changed, is_sealed in (("header", HEADER, False), ("rows", TENSORS, False), ("sealed", HEADER, True)):
             file = folder / "a" / changed
-            readers[f"{name}: hand-off, {what}"] = _reader(llm, folder, file, wanted, is_sealed=is_sealed)
+            readers[f"hand-off {what} with {name}"] = _reader(llm, folder, file, wanted, is_sealed=is_sealed)
     return readers
 
 
