@@ -26,6 +26,10 @@ HINTS = {
 """Status -> hint without a token, and with one."""
 
 
+MISREAD = (UnicodeError, RecursionError, OverflowError, AttributeError, KeyError, TypeError)
+"""Errors of huggingface_hub at answers of another form than the hub's, such as a redirect to port 99999999999."""
+
+
 class NotFromAHub(ValueError):
     """An answer that no hub gives, such as the page of a network that asks for a login."""
 
@@ -76,7 +80,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         ) from error
     except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
         raise _refusal(repo, error) from error
-    except (NotFromAHub, JSONDecodeError, UnicodeError, RecursionError) as error:
+    except (NotFromAHub, JSONDecodeError, *MISREAD) as error:
         raise HubUnreachable(
             "the answer is not from a hub", id="not-a-hub", path=repo,
             hint="a network may ask for a login in a browser; otherwise check HF_ENDPOINT and the proxy",

@@ -110,10 +110,15 @@ def test_a_trickling_dataset_ends_at_the_limit(trickling: Callable[..., str], tm
         b"HTTP/1.1 302 Found\r\nLocation: http://[\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 302 Found\r\nLocation: ftp://x\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 302 Found\r\nLocation: \xff\xfe\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:4611686018427387904/\r\nContent-Length: 0\r\n\r\n",
+        b'HTTP/1.1 404 No\r\nX-Error-Code: RepoNotFound\r\nContent-Length: 14\r\n\r\n{"errors":[1]}',
     ],
 )
-def test_a_malformed_answer_ends_in_an_error(answer: bytes, trickling: Callable[..., str], tmp_path: Path) -> None:
-    assert refusal_of(trickling(b"", b"", *[answer] * 9), tmp_path, "inspect", "org/draft")
+@pytest.mark.parametrize("command", [("inspect", "org/draft"), ("generate", "x", "-d", "org/draft", "-t", "tiny")])
+def test_a_malformed_answer_ends_in_an_error(
+    answer: bytes, command: tuple[str, ...], trickling: Callable[..., str], tmp_path: Path
+) -> None:
+    assert refusal_of(trickling(b"", b"", *[answer] * 40), tmp_path, *command)
 
 
 def test_a_long_answer_may_take_longer_if_it_comes_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
