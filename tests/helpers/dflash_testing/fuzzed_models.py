@@ -3,9 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from dflash_cli.checkpoints.description import describe
@@ -15,7 +14,6 @@ from dflash_cli.conversion.destination import check_destination
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
 from dflash_runtime.checkpoint import weight_digests
-from dflash_runtime.checkpoint.hosted_config import read_hosted_config
 from dflash_runtime.checkpoint.runs_here import how_it_runs
 from dflash_runtime.checkpoint.tokenizer import find_stop_ids, find_tokenizer
 from dflash_runtime.device.spreading import resolve_spread
@@ -46,22 +44,15 @@ def of_families(home: Path) -> dict[str, Reader]:
     }
     kinds = list(CASES.values())
     found["config of another kind"] = drafts("kind", [case.config for case in kinds], kinds[0].write(home / "kind"))
-    return {**found, **_target_configs(home)}
+    return {**found, "config of a target": _target_config(home)}
 
 
-def _target_configs(home: Path) -> dict[str, Reader]:
-    """Configs of targets of all families: by the recorded keys, and as the installed transformers reads them."""
+def _target_config(home: Path) -> Reader:
+    """Configs of targets of all families, by the recorded keys of transformers."""
     bases = [file.read_bytes() for file in sorted(CONFIGS.glob("*.json"))]
-
-    def reader(name: str, read: Callable[[Any], object]) -> Reader:
-        folder = home / name
-        folder.mkdir()
-        return Reader(bases, file_reader(folder / "config.json", lambda _: read(open_target(folder))))
-
-    return {
-        "config of a target": reader("recorded", how_it_runs),
-        "config for transformers": reader("hosted", read_hosted_config),
-    }
+    folder = home / "recorded"
+    folder.mkdir()
+    return Reader(bases, file_reader(folder / "config.json", lambda _: how_it_runs(open_target(folder))))
 
 
 def of_tokenizers(home: Path) -> dict[str, Reader]:
