@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from huggingface_hub import constants
 
@@ -47,12 +48,9 @@ def _http() -> Reader:
     server = OneAnswerServer()
 
     def read(data: bytes) -> Any:
-        server.answer, before = data, constants.ENDPOINT
-        constants.ENDPOINT = server.url
-        try:
+        server.answer = data
+        with patch.multiple(constants, ENDPOINT=server.url, HF_HUB_OFFLINE=False):
             return list_repo("org/x")
-        finally:
-            constants.ENDPOINT = before
 
     body = as_json({"sha": "a" * 40, "siblings": [{"rfilename": "config.json"}]})
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
