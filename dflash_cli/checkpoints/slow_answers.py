@@ -1,7 +1,7 @@
 """Limit the time of every answer of the hub: its headers and its body, whichever function of huggingface_hub reads it.
 
 The HTTP library limits only the time without a byte, so a server that sends a byte now and then would never reach a
-limit. The library has no public place for another limit, so the connections of its pools are wrapped.
+limit. `limit_answers` wraps the connections of the library: its own settings lack such a limit.
 """
 
 import time
@@ -64,7 +64,7 @@ class _LimitedBackend:
 
 
 class _LimitedStream:
-    """A connection whose answers have a limit of time. A request begins when it is written."""
+    """A connection that limits the time of each answer. A request begins when it is written."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -46,7 +46,7 @@ def of_stores(home: Path) -> dict[str, Reader]:
 
 
 def of_engines(home: Path) -> dict[str, Reader]:
-    """A hand-off of a target with KV pages, and one of a hybrid target, whose header or rows are changed."""
+    """Hand-offs of a target with KV pages and of a hybrid target, with changed headers or rows."""
     target, hybrid = random_target(num_layers=2), random_hybrid_target()
     llms = {
         "pages": random_llm(target, random_draft(target), 3, max_num_requests=1),

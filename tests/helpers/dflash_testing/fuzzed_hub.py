@@ -14,7 +14,7 @@ from dflash_testing.reader_fuzzing import Reader, as_json
 
 
 class _Repo(RemoteRepo):
-    """A repository whose files are in memory. One of them is the input."""
+    """A repository in memory. The input is one of its files."""
 
     contents: dict[str, bytes]
 

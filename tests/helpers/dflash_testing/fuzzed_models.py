@@ -56,7 +56,7 @@ def _target_config(home: Path) -> Reader:
 
 
 def of_tokenizers(home: Path) -> dict[str, Reader]:
-    """Files beside tokenizer.json, one of them changed. What is accepted can encode and decode a text.
+    """Files beside tokenizer.json, one of them changed. An accepted tokenizer can encode and decode a text.
 
     tokenizer.json itself is left out: the tokenizers library ends the process at some malformed ones.
     """

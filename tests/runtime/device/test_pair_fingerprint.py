@@ -104,7 +104,7 @@ FIELD_OF = {
 
 
 def other_values(value: Any) -> list[Any]:
-    """Other values of a type, the first of which every check accepts or refuses like the value itself."""
+    """Other values of a type. Some of them may be out of range."""
     match value:
         case bool():
             return [not value]
