@@ -21,7 +21,7 @@ NOT_READ = (yaml.YAMLError, RecursionError, ValueError, LookupError, TypeError, 
 """Errors of the parser. A value that does not fit a stated type, such as `!!int ""`, has many of them."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Refuses merges of mappings, which grow without a limit, and long numbers."""
 
     def flatten_mapping(self, node: Any) -> None:
