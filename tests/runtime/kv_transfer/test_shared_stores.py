@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_runtime.errors import CapacityError
@@ -60,8 +61,12 @@ def facts(header: dict[str, Any], **changes: Any) -> None:
     header["__metadata__"]["page"] = json.dumps({**known, **changes})
 
 
+def cut_to(part: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[: len(data) * part // 8]
+
+
 HARMS: dict[str, Callable[[bytes], bytes]] = {
-    **{f"cut to {part} of 8": lambda data, part=part: data[: len(data) * part // 8] for part in range(8)},
+    **{f"cut to {part} of 8": cut_to(part) for part in range(8)},
     "one byte less": lambda data: data[:-1],
     "one byte more": lambda data: data + b"\0",
     "a sparse end": lambda data: data + bytes(4096),
@@ -167,7 +172,7 @@ def test_a_writer_that_is_killed_leaves_whole_pages_and_a_swept_rest(
     if child := os.fork():
         os.waitpid(child, 0)
     else:
-        whole = stored_pages.save_file
+        whole = save_file
 
         def die(tensors: Any, path: Path, metadata: Any) -> None:
             if moment > 0:
@@ -177,7 +182,7 @@ def test_a_writer_that_is_killed_leaves_whole_pages_and_a_swept_rest(
             if moment < 3:
                 os._exit(1)
 
-        stored_pages.save_file = die  # type: ignore[assignment]
+        setattr(stored_pages, "save_file", die)  # noqa: B010
         open_pages(tmp_path).write(NAME, page(1))
         os._exit(0)
     monkeypatch.setattr(stored_pages, "PARTIAL_SECONDS", -1.0)
