@@ -49,7 +49,7 @@ STORE_BYTES = 64 * 2**30
 Prompt = str | Sequence[int]
 """A prompt: text or token ids."""
 
-UNORDERED = bytes | bytearray | Mapping | Set
+UNORDERED = (bytes, bytearray, Mapping, Set)
 """Types that Python can iterate over, and that are neither a list of prompts nor a prompt."""
 
 
@@ -409,7 +409,7 @@ def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:
     Raises:
         UsageError: `prompts` is one string or the token ids of one prompt instead of a list, or nothing like a list.
     """
-    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, str | UNORDERED)
+    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, (str, *UNORDERED))
     listed = list(prompts) if is_list else []
     if not is_list or (listed and all(map(_is_scalar, listed))):
         raise UsageError(

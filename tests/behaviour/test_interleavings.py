@@ -80,9 +80,9 @@ def trial(llm: LLM, seed: int, wanted: list[tuple[int, ...]]) -> Counter[str]:
             failures.append(error)
 
     thread = threading.Thread(target=run)
-    timer = threading.Timer(
-        chance.random() * 0.3, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-    )  # type: ignore[arg-type]
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(chance.random() * 0.3, signal.pthread_kill, (main, signal.SIGINT))
     thread.start()
     if chance.random() < 0.6:
         timer.start()

@@ -38,7 +38,7 @@ class VllmBench(ResultFormat):
             why_no_rows="vllm bench serve writes totals of the server, not rows of prompts",
             counts=AcceptanceCounts(
                 num_speculative_tokens=len(rates),
-                num_drafts=num_drafts,
+                num_drafts=round(num_drafts),
                 num_accepted_tokens=document["spec_decode_accepted_tokens"],
                 per_pos_accepted=[round(rate * num_drafts) for rate in rates],
             ),

@@ -133,7 +133,7 @@ def test_a_long_answer_may_take_longer_if_it_comes_fast_enough(monkeypatch: pyte
         def write(self, buffer: bytes, timeout: float | None = None) -> None: ...
 
     monkeypatch.setattr(slow_answers, "BYTES_PER_S", 10)
-    monkeypatch.setattr(slow_answers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stream = slow_answers._LimitedStream(Slow())
     stream.write(b"GET")
     for _ in range(60):

@@ -89,7 +89,7 @@ def test_every_field_of_a_draft_counts_or_is_known_not_to_matter(pair: LoadedPai
     assert silent == NOT_IN_DRAFT.keys()
 
 
-NESTED = [
+NESTED: list[Any] = [
     RopeConfig(theta=10_000.0, kind="yarn", params={"factor": 2.0}),
     RecurrenceConfig(layers=(0, 2), num_key_heads=1, num_value_heads=2, key_size=4, value_size=4, num_taps=4),
     ExpertsConfig(num_experts=4, num_chosen=2, intermediate_size=8, has_normalised_scores=True, layers=(0,)),
