@@ -11,6 +11,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
+from dflash_cli.checkpoints.slow_answers import HubUnreachable, limit_answers
 from dflash_cli.terminal import console
 from dflash_runtime.errors import CheckpointNotFound
 from dflash_runtime.phrases import plural
@@ -25,24 +26,25 @@ HINTS = {
 """Status -> hint without a token, and with one."""
 
 
+MISREAD = (UnicodeError, RecursionError, OverflowError, AttributeError, KeyError, TypeError)
+"""Errors of huggingface_hub at answers of another form than the hub's, such as a redirect to port 99999999999."""
+
+
 class NotFromAHub(ValueError):
     """An answer that no hub gives, such as the page of a network that asks for a login."""
 
 
-class HubUnreachable(CheckpointNotFound):
-    """The hub does not answer, or offline mode is on. A copy in the local cache may still be used."""
-
-
 @contextmanager
 def explained(repo: str, revision: str | None = None) -> Iterator[None]:
-    """Turn errors of huggingface_hub in the block into our errors about the repository.
+    """Turn errors of huggingface_hub in the block into our errors, and limit the time of its answers.
 
     Raises:
         CheckpointNotFound: names the reason.
-        HubUnreachable: the hub does not answer, or offline mode is on.
+        HubUnreachable: the hub does not answer or is too slow, or offline mode is on.
     """
     from huggingface_hub import errors
 
+    limit_answers()
     terms = "accept its terms on the hub, then"
     answers: dict[type[Exception], tuple[str, str, str | None]] = {
         errors.GatedRepoError: (
@@ -78,7 +80,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         ) from error
     except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
         raise _refusal(repo, error) from error
-    except (NotFromAHub, JSONDecodeError) as error:
+    except (NotFromAHub, JSONDecodeError, *MISREAD) as error:
         raise HubUnreachable(
             "the answer is not from a hub", id="not-a-hub", path=repo,
             hint="a network may ask for a login in a browser; otherwise check HF_ENDPOINT and the proxy",

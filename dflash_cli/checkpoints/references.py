@@ -13,7 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from dflash_cli.checkpoints.hub import HubUnreachable, download_snapshot, explained
+from dflash_cli.checkpoints.hub import download_snapshot, explained
+from dflash_cli.checkpoints.slow_answers import HubUnreachable
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.gguf import refuse_gguf
 from dflash_runtime.errors import CheckpointNotFound, UsageError

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dflash_cli.checkpoints.hub import HubUnreachable, NotFromAHub, explained
+from dflash_cli.checkpoints.hub import NotFromAHub, explained
+from dflash_cli.checkpoints.slow_answers import ANSWER_S, too_slow
 from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, TensorInfo, parse_header
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.errors import CheckpointError, UnsupportedError
@@ -26,9 +27,6 @@ FIRST_BYTES = 128 * 1024
 
 MAX_SHARDS = 1000
 MAX_LISTING_BYTES = 16_000_000
-MAX_ERROR_BYTES = 64_000
-MAX_ANSWER_S = 120.0
-CHUNK_BYTES = 65536
 COMMIT = re.compile(r"[0-9A-Za-z._-]{1,64}")
 SIZE = re.compile(r"[0-9]{1,18}", re.ASCII)
 TIMEOUT_S = 30.0
@@ -206,9 +204,9 @@ def _get(url: str, begin: int | None = None, end: int | None = None) -> Iterator
         headers |= {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
     with utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
         if response.status_code >= 400:
-            content = _read(response, MAX_ERROR_BYTES)
-            kept = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
-            response = type(response)(response.status_code, headers=kept, content=content, request=response.request)
+            # The library looks into the body of a refusal, and fails at bodies of other forms than the hub's.
+            kept = [item for item in response.headers.raw if not item[0].lower().startswith(b"content-")]
+            response = type(response)(response.status_code, headers=kept, content=b"", request=response.request)
         utils.hf_raise_for_status(response)
         if str(response.headers.get("Content-Type", "")).startswith("text/html"):
             raise NotFromAHub("an HTML page")
@@ -232,11 +230,11 @@ def _read(response: Any, limit: int) -> bytes:
     Raises:
         HubUnreachable: the answer takes too long.
     """
-    data, until = bytearray(), time.monotonic() + MAX_ANSWER_S
-    for chunk in response.iter_bytes(CHUNK_BYTES):
+    data, until = bytearray(), time.monotonic() + ANSWER_S
+    for chunk in response.iter_bytes():
         data += chunk
         if time.monotonic() > until:
-            raise HubUnreachable(f"no whole answer within {MAX_ANSWER_S:g} s", id="hub-too-slow", path=response.url)
+            raise too_slow(response.url)
         if len(data) >= limit:
             break
     return bytes(data[:limit])

@@ -7,13 +7,12 @@ outside the marks stay the same. Metadata that the card already states outside t
 from dataclasses import dataclass
 from pathlib import Path
 
+from dflash_cli.documents.yaml_text import FENCE, read_yaml, split_card, to_yaml
 from dflash_cli.publishing.model_card import ModelCard
-from dflash_cli.publishing.yaml_text import read_yaml, to_yaml
 from dflash_runtime.errors import UsageError
 
 BLOCK_MARKS = "<!-- dflash card: begin -->", "<!-- dflash card: end -->"
 METADATA_MARKS = "# dflash card: begin", "# dflash card: end"
-FENCE = "---"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,8 @@ def insert_card(existing: str, card: ModelCard, path: Path | None = None) -> Ins
     Raises:
         UsageError: a mark is missing or repeated, or the head of the text is not YAML.
     """
-    ends = "\r\n" if existing.partition("\n")[0].endswith("\r") else "\n"
+    head, body, ends = split_card(existing, path)
     fence = FENCE + ends
-    head, body = _split(existing, fence, path)
     marks = _Marks(*METADATA_MARKS, ends, path)
     stated = read_yaml(marks.outside(head), "metadata of the card", path)
     metadata = {key: value for key, value in card.metadata.items() if key not in stated}
@@ -85,27 +83,6 @@ class _Marks:
                 hint="delete these lines and the text between them, then insert again",
             )
         return first, last + len(end)
-
-
-def _split(text: str, fence: str, path: Path | None) -> tuple[str, str]:
-    """Return the lines between the two fences at the head of a card, and the text after them.
-
-    Raises:
-        UsageError: the second fence is missing.
-    """
-    if not text.startswith(fence):
-        return "", text
-    ends = fence.removeprefix(FENCE)
-    head, found, body = text[len(FENCE) :].partition(f"{ends}{fence}")
-    if not found:
-        raise UsageError(
-            "the metadata at the head of the card does not end",
-            id="card-metadata-open",
-            path=path,
-            field=FENCE,
-            hint="close it with a line ---",
-        )
-    return f"{head}{ends}".removeprefix(ends), body
 
 
 def _with_blank_line(body: str, ends: str) -> str:

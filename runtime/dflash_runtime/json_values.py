@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+from dflash_runtime.phrases import shorten
+
 
 def is_int(value: object) -> TypeGuard[int]:
     """Whether a value is an integer and not a bool."""
@@ -14,6 +16,17 @@ def is_int(value: object) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a value is a finite number and not a bool."""
     return (isinstance(value, float) and math.isfinite(value)) or is_int(value)
+
+
+def as_number(value: object) -> int | float:
+    """The value if it is a finite number.
+
+    Raises:
+        TypeError: it is not. In Python a text times a number would be a long text.
+    """
+    if not is_number(value):
+        raise TypeError(f"found {shorten(repr(value), 40)}, expected a number")
+    return value
 
 
 def as_object(value: object) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ The target's forward is six calls deep, and a test counts them:
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +48,9 @@ STORE_BYTES = 64 * 2**30
 
 Prompt = str | Sequence[int]
 """A prompt: text or token ids."""
+
+UNORDERED = (bytes, bytearray, Mapping, Set)
+"""Types that Python can iterate over, and that are neither a list of prompts nor a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +274,9 @@ class LLM:
         for index, (prompt, item) in enumerate(zip(prompts, params, strict=True)):
             token_ids: tuple[int, ...] = ()
             try:
+                if isinstance(prompt, UNORDERED):
+                    found = type(prompt).__name__
+                    raise RequestError(field="prompt", found=found, expected="a text or a sequence of token ids")
                 if isinstance(prompt, str):
                     prompt, item = self._encode(prompt), item.with_stops(self._stop_token_ids)
                 token_ids = check_ids(prompt)
@@ -401,16 +407,21 @@ def _listed(prompts: Iterable[Prompt]) -> list[Prompt]:
     """The prompts of one call.
 
     Raises:
-        UsageError: `prompts` is one string or the token ids of one prompt instead of a list.
+        UsageError: `prompts` is one string or the token ids of one prompt instead of a list, or nothing like a list.
     """
-    is_one = isinstance(prompts, str | bytes)
-    listed = [] if is_one else list(prompts)
-    if is_one or (listed and all(isinstance(item, int) for item in listed)):
+    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, (str, *UNORDERED))
+    listed = list(prompts) if is_list else []
+    if not is_list or (listed and all(map(_is_scalar, listed))):
         raise UsageError(
             id="prompts-not-a-list", field="prompts", found=prompts, expected="a list of prompts",
             hint="pass a list, even of one prompt: generate([prompt])",
         )  # fmt: skip
     return listed
+
+
+def _is_scalar(item: object) -> bool:
+    """Whether an item is an integer of any type, and not a row of a matrix, which may hold one number."""
+    return hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0
 
 
 def _params_of(
@@ -423,7 +434,7 @@ def _params_of(
     """
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
-    if isinstance(params, Mapping):
+    if not isinstance(params, Sequence):
         raise UsageError(field="params", found=params, expected="SamplingParams, or a list of them")
     if len(params) != len(prompts):
         raise UsageError(

@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -383,23 +384,43 @@ def test_a_tokenizer_that_cannot_be_loaded_refuses_strings_and_serves_token_ids(
         _ = ids.text
 
 
-@pytest.mark.parametrize("prompts", ["a text", b"a text", [7, 3]], ids=repr)
+@pytest.mark.parametrize(
+    "prompts",
+    ["a text", b"a text", [7, 3], [np.int64(7), np.int8(3)], np.array([7, 3]), torch.tensor([7, 3]), range(3), None, 5,
+     {"a": [7]}, {(7, 3), (1, 2)}],
+    ids=repr,
+)  # fmt: skip
 def test_one_bare_prompt_is_not_a_list_of_prompts(prompts: Any) -> None:
     llm = small_llm()
-    with refuses(UsageError, "prompts-not-a-list", field="prompts", found=prompts) as caught:
+    with refuses(UsageError, "prompts-not-a-list", field="prompts") as caught:
         llm.generate(prompts, SMALL)
     assert caught.value.hint is not None
     assert not llm.engine.scheduler.has_work
     assert len(small_texts(llm)) == 3
 
 
+@pytest.mark.parametrize("prompts", [np.array([[7], [3]]), torch.tensor([[7], [3]]), [range(7, 8), [3]]], ids=repr)
+def test_rows_of_one_token_are_prompts(prompts: Any) -> None:
+    outputs = small_llm().generate(prompts, SMALL)
+    assert [output.prompt_token_ids for output in outputs] == [(7,), (3,)]
+    assert all(len(output.token_ids) == SMALL.max_new_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("prompt", [b"ab", bytearray(b"ab"), {1, 2}, {1: 2}], ids=repr)
+def test_a_prompt_without_an_order_or_of_bytes_is_refused_alone(prompt: Any) -> None:
+    wrong, other = small_llm().generate([prompt, [1, 2]], SMALL)
+    assert (wrong.finish_reason, wrong.error_id) == (FinishReason.ERROR, "request-error")
+    assert other.finish_reason is not FinishReason.ERROR
+
+
+@pytest.mark.parametrize("params", [{"max_new_tokens": 2}, 3, iter(())], ids=["dict", "int", "iterator"])
+def test_params_are_one_set_or_a_list(params: Any) -> None:
+    with refuses(UsageError, field="params"):
+        small_llm().generate([[1, 2]], params)
+
+
 def test_an_llm_is_shown_on_one_line() -> None:
     assert re.fullmatch(r"LLM\(native target, 3 draft tokens .*, cpu\)", repr(small_llm()))
-
-
-def test_params_are_no_dictionary() -> None:
-    with refuses(UsageError, field="params", found={"temperature": 0.5}):
-        small_llm().generate([[3, 5]], cast(Any, {"temperature": 0.5}))
 
 
 def test_an_output_is_shown_on_one_screen() -> None:

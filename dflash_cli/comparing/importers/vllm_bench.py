@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
+from dflash_runtime.json_values import as_number
 from dflash_runtime.metrics import AcceptanceCounts
 
 
@@ -23,21 +24,21 @@ class VllmBench(ResultFormat):
                 "check that the server was started with a draft, and with /metrics enabled",
                 id="no-acceptance",
             )
-        num_drafts = document["spec_decode_num_drafts"]
+        num_drafts = as_number(document["spec_decode_num_drafts"])
         if not num_drafts:
             raise file.refuse(
                 "the server drafted nothing during vllm bench serve",
                 "look in the server's log for the reason; dflash probe URL tests a running server",
                 id="no-steps",
             )
-        rates = document["spec_decode_per_position_acceptance_rates"]
+        rates = [as_number(rate) for rate in document["spec_decode_per_position_acceptance_rates"]]
         return self.of_length(
             file,
             document["spec_decode_acceptance_length"],
             why_no_rows="vllm bench serve writes totals of the server, not rows of prompts",
             counts=AcceptanceCounts(
                 num_speculative_tokens=len(rates),
-                num_drafts=num_drafts,
+                num_drafts=round(num_drafts),
                 num_accepted_tokens=document["spec_decode_accepted_tokens"],
                 per_pos_accepted=[round(rate * num_drafts) for rate in rates],
             ),

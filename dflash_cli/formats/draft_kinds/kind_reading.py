@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from dflash_cli.formats.dialect import USUAL_KEYS, named_architectures
@@ -123,6 +123,10 @@ class KindReading:
         return self._shapes(is_needed=True)
 
     @cached_property
+    def _optional(self) -> dict[str, tuple[int | None, ...]]:
+        return self._shapes(is_needed=False)
+
+    @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the file's tensors, by the names of the table."""
         return {self._named(name): shape for name, shape in self.shapes.items()}
@@ -146,13 +150,13 @@ class KindReading:
 
     @property
     def unexpected(self) -> list[str]:
-        known = {**self.expected, **self._shapes(is_needed=False)}
+        known = {**self.expected, **self._optional}
         return [name for name in self.tensors if name not in known and not re.match(self._free, name)]
 
     @property
     def misshapen(self) -> dict[str, tuple[tuple[int, ...], tuple[int | None, ...]]]:
         """Name -> the shape in the file and the shape of the table."""
-        known = {**self._shapes(is_needed=False), **self.expected}
+        known = {**self._optional, **self.expected}
         pairs = {name: (shape, known[name]) for name, shape in self.tensors.items() if name in known}
         return {name: pair for name, pair in pairs.items() if not _fits(*pair)}
 
@@ -206,10 +210,11 @@ class KindReading:
 
     def _shapes(self, *, is_needed: bool) -> dict[str, tuple[int | None, ...]]:
         found: dict[str, tuple[int | None, ...]] = {}
+        sizes_of = cache(lambda shape: tuple(evaluate(size, self.values) for size in shape.split(", ")))
         for part in self.kind.parts:
             if part.is_needed is is_needed and part.only in (None, self.variant) and self._holds(part):
                 for name, shape in counted(part.shapes, self.values).items():
-                    found[name] = tuple(evaluate(size, self.values) for size in shape.split(", "))
+                    found[name] = sizes_of(shape)  # thousands of layers have the same shapes
         return found
 
     def _holds(self, part: Tensors) -> bool:

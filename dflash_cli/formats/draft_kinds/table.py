@@ -43,7 +43,7 @@ FORMS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 """Name of a form -> whether a value has it, and its words."""
 
 
-MOST = 10_000
+MOST = 1000
 """The most tensors of one name: a config may state any number of layers."""
 
 

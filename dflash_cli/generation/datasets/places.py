@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.checkpoints.hub import HubUnreachable, download_snapshot, explained
+from dflash_cli.checkpoints.hub import download_snapshot, explained
 from dflash_cli.checkpoints.references import HUB_ID
+from dflash_cli.checkpoints.slow_answers import HubUnreachable
 from dflash_cli.generation.datasets.table_files import READERS
 from dflash_runtime.checkpoint.digests import hash_files
 from dflash_runtime.errors import CheckpointNotFound

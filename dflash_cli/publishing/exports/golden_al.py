@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.comparing.measured_result import ResultFile
+from dflash_cli.documents.yaml_text import read_yaml, to_yaml
 from dflash_cli.publishing.exports.export_format import (
     EXPORTS,
     Exported,
@@ -20,7 +21,6 @@ from dflash_cli.publishing.exports.export_format import (
     name_of,
     template_options,
 )
-from dflash_cli.publishing.yaml_text import read_yaml, to_yaml
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
 from dflash_runtime.notices import Notice
 

@@ -1,7 +1,8 @@
 """A target's tokenizer: text to token ids and back, and conversations by its chat template. Loaded when first used."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,30 +49,49 @@ class Tokenizer:
     def _hosted(self) -> Any:
         from transformers import AutoTokenizer
 
-        try:
+        with self._naming_failure("loaded"):
             return AutoTokenizer.from_pretrained(self._path, local_files_only=True, trust_remote_code=False)
+
+    @contextmanager
+    def _naming_failure(self, done: str) -> Iterator[None]:
+        """Turn the errors of the libraries at malformed files into ours. They raise Exception itself, among others."""
+        try:
+            yield
         except ImportError:
             raise
-        except Exception as error:  # the libraries raise many types for a malformed file, Exception itself among them
+        except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"the tokenizer cannot be loaded: {reason}", id="tokenizer-not-loaded", path=self._path
+                f"the tokenizer cannot be {done}: {reason}", id=f"tokenizer-not-{done}", path=self._path
             ) from error
 
     @property
     def eos_token_id(self) -> int | None:
         """The id that ends a text, if the tokenizer names one."""
-        value = (self._plain or self._hosted).eos_token_id
-        return int(value) if value is not None else None
+        tokenizer = self._plain or self._hosted
+        with self._naming_failure("used"):
+            value = tokenizer.eos_token_id
+            return int(value) if value is not None else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer adds by default."""
+        """Token ids of a text, with the special tokens that the tokenizer adds by default.
+
+        Raises:
+            RequestError: the text cannot be written as UTF-8.
+        """
         return self._encode(text, add_special_tokens=True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half a surrogate pair: an argument that is not UTF-8 has them
+            found = f"U+{ord(text[error.start]):04X}"
+            raise RequestError(id="text-not-utf8", field="prompt", found=found, expected="text in UTF-8") from error
         if self._plain is not None:
             return self._plain.encode(text, add_special_tokens)
-        return list(self._hosted(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        hosted = self._hosted
+        with self._naming_failure("used"):
+            return list(hosted(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     @property
     def has_template(self) -> bool:
@@ -132,7 +152,9 @@ class Tokenizer:
         """The text of token ids, without special tokens."""
         if self._plain is not None:
             return self._plain.decode(list(token_ids))
-        return str(self._hosted.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        hosted = self._hosted
+        with self._naming_failure("used"):
+            return str(hosted.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def find_tokenizer(path: Path, template_options: Mapping[str, Any] | None = None) -> Tokenizer | None:

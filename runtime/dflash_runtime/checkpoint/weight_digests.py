@@ -9,6 +9,7 @@ torch.
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,9 @@ MAX_REMEMBERED = 512
 
 Range = tuple[int, int]
 """Bytes [begin, end) of a file."""
+
+RANGE, DIGEST = re.compile(r"([0-9]{1,19})-([0-9]{1,19})"), re.compile(r"[0-9a-f]{32}")
+"""The forms of remembered ranges and digests. Other entries are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +223,9 @@ def recall(identity: FileIdentity) -> Mapping[Range, str]:
     try:
         file = _memory_file(identity)
         entries = from_json(dict[str, str], loads(read_bytes(file)))
+        found = [(RANGE.fullmatch(key), DIGEST.fullmatch(digest)) for key, digest in entries.items()]
         return {
-            (int(begin), int(end)): digest for key, digest in entries.items() for begin, _, end in [key.partition("-")]
+            (int(key[1]), int(key[2])): digest[0] for key, digest in found if key is not None and digest is not None
         }
     except (OSError, ValueError, RuntimeError, CheckpointError):  # RuntimeError: the user has no home folder
         return {}

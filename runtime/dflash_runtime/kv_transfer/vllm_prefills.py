@@ -28,7 +28,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dflash_runtime.errors import HandoffMismatch, InvalidHandoff, PeerUnreachable, UnsupportedError, UsageError
+from dflash_runtime.checkpoint.strict_json import regular_size
+from dflash_runtime.errors import (
+    CheckpointError,
+    HandoffMismatch,
+    InvalidHandoff,
+    PeerUnreachable,
+    UnsupportedError,
+    UsageError,
+)
 from dflash_runtime.kv_transfer.connector import LoadingConnector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
@@ -143,10 +151,11 @@ class VllmPrefill:
     def _check_rows(self, file: Path, heads: tuple[int, int], dtype: str) -> None:
         """Refuse rows with other heads or another dtype than the layer, or fewer rows than the folder's name says."""
         try:
+            regular_size(file)  # before the file is opened, because opening a pipe would wait
             with safe_open(file, "pt") as opened:
                 stored = opened.get_slice(TENSOR)
                 shape, found = list(stored.get_shape()), str(stored[:0].dtype).removeprefix("torch.")
-        except (SafetensorError, RuntimeError, OSError) as error:
+        except (SafetensorError, RuntimeError, OSError, CheckpointError) as error:
             text = f"{TENSOR}: cannot be read, it may be cut short: {error}"
             raise InvalidHandoff(text, id="unreadable-tensor", path=file, field=TENSOR) from error
         if found != dtype:

@@ -73,10 +73,10 @@ class SamplingParams:
         self._check_integer("top_k", range(INT64.stop), "0 (off) to 2**63 - 1")
         self._check_integer("seed", INT64, "a 64-bit integer")
         self._check_integer("verify_width", range(1, INT64.stop), "1 (the last committed token) to 2**63 - 1")
-        if not is_real(self.temperature) or not 0 <= self.temperature < float("inf"):
-            raise RequestError(field="temperature", found=self.temperature, expected="a finite number of 0 or more")
-        if not is_real(self.top_p) or not 0 < self.top_p <= 1:
-            raise RequestError(field="top_p", found=self.top_p, expected="a number in (0, 1]")
+        self._check_real("temperature", lambda value: 0 <= value < float("inf"), "a finite number of 0 or more")
+        self._check_real("top_p", lambda value: 0 < value <= 1, "a number in (0, 1]")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(field="ignore_eos", found=self.ignore_eos, expected="True or False")
         stops = check_ids(self.stop_token_ids, "stop_token_ids")
         if len(stops) > MAX_STOP_IDS:
             raise RequestError(
@@ -102,6 +102,17 @@ class SamplingParams:
             raise RequestError(field=name, found=value, expected="an integer") from error
         if number not in allowed:
             raise RequestError(field=name, found=number, expected=expected)
+        object.__setattr__(self, name, number)
+
+    def _check_real(self, name: str, is_allowed: Callable[[float], bool], expected: str) -> None:
+        """Check that a field is a number in its range, and store it as a float."""
+        value = getattr(self, name)
+        try:
+            number = float(value) if is_real(value) else float("nan")
+        except OverflowError:  # an integer beyond the largest float
+            number = float("nan")
+        if not is_allowed(number):
+            raise RequestError(field=name, found=value, expected=expected)
         object.__setattr__(self, name, number)
 
     @property

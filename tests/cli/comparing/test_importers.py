@@ -287,3 +287,13 @@ def test_files_of_the_tools_themselves_are_read(name: str, length: float, num_pr
     assert len(found.conversations) == num_prompts
     if found.counts is not None:
         assert found.counts.num_speculative_tokens == 7
+
+
+@pytest.mark.parametrize("rate", ["y" * 3000, [0] * 3000, True, None])
+def test_a_rate_that_is_no_number_is_not_multiplied(rate: Any, tmp_path: Path) -> None:
+    """A text times a count would be a text of that many pieces: the fuzzer found a MemoryError."""
+    file = tmp_path / "a.json"
+    changes = {"spec_decode_num_drafts": 2**45, "spec_decode_per_position_acceptance_rates": [rate] * 7}
+    file.write_text(json.dumps({**VLLM, **changes}))
+    with refuses(UsageError, "malformed-result"):
+        read_result(file)

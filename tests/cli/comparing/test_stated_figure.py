@@ -43,6 +43,34 @@ def test_a_file_without_a_figure_is_refused(tmp_path: Path) -> None:
         read_stated_figure(tmp_path / "absent.json")
 
 
+@pytest.mark.parametrize(
+    ("head", "id"),
+    [
+        ("a: " + "[" * 3000, "yaml-too-large"),
+        ("a: \0", "invalid-yaml"),
+        ("- a", "not-a-mapping"),
+        ("model-index: 5", "no-stated-figure"),
+        ("model-index: [5]", "no-stated-figure"),
+        ("model-index: [{results: 5}]", "no-stated-figure"),
+        ("model-index: [{results: [{metrics: {a: 1}}]}]", "no-stated-figure"),
+        ("model-index: [{results: [{metrics: [{type: acceptance_length, value: .nan}]}]}]", "no-stated-figure"),
+        ("model-index: [{results: [{metrics: [{type: acceptance_length, value: 'x'}]}]}]", "no-stated-figure"),
+    ],
+)
+def test_a_malformed_card_is_refused(head: str, id: str, tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    card.write_text(f"---\n{head}\n---\n")
+    with refuses(UsageError, id):
+        read_stated_figure(card)
+
+
+def test_a_card_without_an_end_of_its_metadata_is_refused(tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    card.write_text("---\na: 1\n")
+    with refuses(UsageError, "card-metadata-open"):
+        read_stated_figure(card)
+
+
 @pytest.mark.parametrize("given", ["1", "0.5", "nan", "inf", "-3"])
 def test_a_figure_that_no_draft_can_have_is_refused(given: str) -> None:
     with refuses(UsageError, "expected-out-of-range", field="--expected"):

@@ -416,3 +416,10 @@ def test_the_table_of_kinds_in_the_documents_is_true() -> None:
 
     table = run_path(str(ROOT / "scripts" / "kind_table.py"))["table"]
     assert table() in (ROOT / "docs" / "reference" / "drafts.md").read_text(encoding="utf-8")
+
+
+def test_a_config_with_any_number_of_layers_is_read_in_seconds() -> None:
+    """The fuzzer found 5 s for 2**31 layers: as many tensors were listed as a config asked for."""
+    case = CASES["xpress"]
+    reading = KindReading(case.reading.kind, {**case.config, "num_hidden_layers": 2**31})
+    assert len(case.reading.expected) < len(reading.expected) < 50_000

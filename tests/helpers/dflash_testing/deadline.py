@@ -5,12 +5,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class Hang(BaseException):
+    """The body takes too long. No `except Exception` or `except OSError` of the tested code catches it."""
+
+
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in the body after `seconds`. Works only in the main thread, where tests run."""
+    """Raise `Hang` in the body after `seconds`. Works only in the main thread, where tests run."""
 
     def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"longer than {seconds:g} s")
+        raise Hang(f"longer than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)

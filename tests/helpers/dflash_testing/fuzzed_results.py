@@ -15,6 +15,7 @@ from dflash_cli.acceptance.journal import Journal, JournalHead, JournalRow
 from dflash_cli.checkpoints.checkpoint_identity import Identity
 from dflash_cli.checkpoints.lock import read_lock
 from dflash_cli.comparing.measured_result import read_result
+from dflash_cli.comparing.stated_figure import read_stated_figure
 from dflash_cli.documents.atomic_file import json_line
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.datasets.table_files import read_records
@@ -54,6 +55,7 @@ def of_documents(home: Path) -> dict[str, Reader]:
                 home / "launch", lambda path: [read_launch(path, item.keys) for item in ENGINE_SERVERS.values()]
             ),
         ),
+        "figure of a card": Reader([STATED], file_reader(home / "README.md", read_stated_figure)),
         "model card": Reader(
             [marked, b"# Title\n"], lambda data: insert_card(data.decode(), card, Path("x.md")), (UnicodeDecodeError,)
         ),
@@ -75,10 +77,30 @@ OTHER_RESULTS: tuple[Any, ...] = (
         "schema_version": "1.1", "total_spec_decode_steps": {"avg": 100.0}, "request_count": {"avg": 64.0},
         "total_accepted_draft_tokens": {"avg": 140.0}, "pooled_spec_decode_acceptance_histogram": {"0": 40, "3": 40},
     },
+    {
+        "metadata": {"conversation_id": "a", "turn_index": 0, "benchmark_phase": "profiling"},
+        "metrics": {"input_sequence_length": {"value": 550, "unit": "tokens"}},
+        "spec_decode_acceptance": {
+            "engine": "vllm", "acceptance_histogram": {"0": 1, "3": 2}, "num_accepted_draft_tokens": 6,
+            "num_spec_steps": 3, "num_spec_tokens": 3,
+        },
+    },
     [{"Request_AL": {"0": {"0": 2.5}, "1": {"0": 3.5}}, "Average_AL": 3.0, "Acceptance_Length_Histogram": {"1": 3}}],
 )  # fmt: skip
 """Results in the layouts of other programs; tests of importers name their sources."""
 
+
+STATED = b"""---
+license: mit
+model-index:
+- name: &name draft
+  results:
+  - task: {type: text-generation, name: *name}
+    metrics:
+    - {type: acceptance_length, value: 3.439}
+---
+# A draft
+"""
 
 OTHER_TABLE = b"""subset,num_drafts,num_draft_tokens,num_accepted_tokens,acceptance_length,acceptance_at_pos_0
 HumanEval,100.0,200.0,120.0,2.2,0.8

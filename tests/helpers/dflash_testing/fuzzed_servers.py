@@ -72,24 +72,32 @@ def _answers_of(engine: str) -> Read:
     return read
 
 
-def _http() -> Reader:
-    """A server that answers each request with the bytes of the input, and ends the connection."""
-    server, held = socket.create_server(("127.0.0.1", 0)), [b""]
+class OneAnswerServer:
+    """A server on this machine that answers every request with the bytes `answer`, and ends the connection."""
 
-    def serve() -> None:
+    def __init__(self) -> None:
+        self.answer = b""
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
         while True:
-            connection, _ = server.accept()
+            connection, _ = self._server.accept()
             with connection, suppress(OSError):
                 connection.recv(65536)
-                connection.sendall(held[0])
+                connection.sendall(self.answer)
                 connection.shutdown(socket.SHUT_WR)
                 connection.recv(1)
 
-    threading.Thread(target=serve, daemon=True).start()
-    client = HttpClient(f"http://127.0.0.1:{server.getsockname()[1]}", num_retries=0, timeout_s=1.0)
+
+def _http() -> Reader:
+    """Answers as bytes, read by the client of probed servers."""
+    server = OneAnswerServer()
+    client = HttpClient(server.url, num_retries=0, timeout_s=1.0)
 
     def ask(data: bytes) -> None:
-        held[0] = data
+        server.answer = data
         client.post("/x", {})
 
     body = b'{"a": [1, 2]}'

@@ -1,9 +1,11 @@
 """Limits of calls in a forked process, and chat templates that go past them."""
 
+import json
 import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,3 +100,23 @@ def test_a_pipe_as_a_file_of_the_tokenizer_is_refused(target: Path) -> None:
     os.mkfifo(target / "chat_template.jinja")
     with deadline(20), refuses(CheckpointError, "not-a-regular-file"):
         Tokenizer(target).encode("a")
+
+
+@pytest.mark.parametrize("setting", [{"model_max_length": [1]}, {"eos_token": {"content": [1]}}, {"bos_token": 5}])
+def test_settings_that_fail_in_use_are_named(target: Path, setting: dict[str, Any]) -> None:
+    """The fuzzer found a TypeError of transformers at the first text."""
+    file = target / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "unknown": 1, **setting}))
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer(target).encode("a")
+    assert caught.value.id in ("tokenizer-not-loaded", "tokenizer-not-used")
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udcff", "\udcff\ud800b"])
+@pytest.mark.parametrize("setting", [{}, {"unknown": 1}], ids=["plain", "by transformers"])
+def test_a_text_that_is_not_utf8_is_refused(target: Path, text: str, setting: dict[str, Any]) -> None:
+    """An argument of a command that is not UTF-8 has half surrogate pairs."""
+    file = target / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **setting}))
+    with refuses(RequestError, "text-not-utf8", field="prompt"):
+        Tokenizer(target).encode(text)

@@ -1,8 +1,10 @@
 """The digest of weights: every byte counts, files are read once, and a changed file is never taken for the old one."""
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -14,6 +16,8 @@ from dflash_runtime.errors import CheckpointError
 from dflash_testing.checkpoints import write_checkpoint
 
 SIZE = 5000
+ROWS, OTHER = numpy.arange(64, dtype=numpy.int16).reshape(8, 8), numpy.arange(16, dtype=numpy.int16)
+JOINED = numpy.concatenate([ROWS.reshape(-1)[-8:], OTHER])
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +94,69 @@ def test_a_file_is_read_once_and_again_after_any_change(
     os.utime(info.file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert digest_weights(checkpoint, ["a.weight"]) != before
     assert len(reads) == 3
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "another dtype": {"a.weight": ROWS.view(numpy.float16), "b.weight": OTHER},
+    "another dtype of integers": {"a.weight": ROWS.view(numpy.uint16), "b.weight": OTHER},
+    "another shape": {"a.weight": ROWS.reshape(4, 16), "b.weight": OTHER},
+    "one axis more": {"a.weight": ROWS.reshape(1, 8, 8), "b.weight": OTHER},
+    "names exchanged": {"b.weight": ROWS, "a.weight": OTHER},
+    "one name changed": {"A.weight": ROWS, "b.weight": OTHER},
+    "rows exchanged": {"a.weight": ROWS[::-1].copy(), "b.weight": OTHER},
+    "a tensor more": {"a.weight": ROWS, "b.weight": OTHER, "c.weight": OTHER[:0]},
+    "a byte moved between tensors": {"a.weight": ROWS.reshape(-1)[:-8], "b.weight": JOINED},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_name_dtype_shape_and_order_count(tmp_path: Path, name: str) -> None:
+    """The bytes of the files are the same, or the same in another order."""
+    config = {"model_type": "qwen3"}
+    plain = digest_weights(
+        Checkpoint(write_checkpoint(tmp_path / "plain", config, {"a.weight": ROWS, "b.weight": OTHER}))
+    )
+    other = digest_weights(Checkpoint(write_checkpoint(tmp_path / "other", config, VARIANTS[name])))
+    assert other != plain
+
+
+@pytest.mark.parametrize("way", ["written over", "renamed over", "link turned", "grown and cut"])
+def test_a_change_that_keeps_size_and_times_counts(tmp_path: Path, way: str) -> None:
+    """`touch -d` and `cp -p` restore the modification time of a changed file."""
+    checkpoint = write(tmp_path / "model", a=SIZE)
+    file = checkpoint.path / "model.safetensors"
+    moved = checkpoint.path / "blob"
+    if way == "link turned":
+        file.rename(moved)
+        file.symlink_to(moved)
+    checkpoint = Checkpoint(checkpoint.path)
+    before, stat, data = digest_weights(checkpoint), file.stat(), bytearray(file.read_bytes())
+    data[-1] ^= 1
+    if way in ("written over", "grown and cut"):
+        file.write_bytes(bytes(data) + b"more" * (way == "grown and cut"))
+        os.truncate(file, len(data))
+    else:
+        new = checkpoint.path / "new"
+        new.write_bytes(data)
+        os.utime(new, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        if way == "renamed over":
+            new.replace(file)
+        else:
+            file.unlink()
+            file.symlink_to(new)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
+    assert digest_weights(Checkpoint(checkpoint.path)) != before
+
+
+def test_entries_of_another_form_are_not_taken(checkpoint: Checkpoint) -> None:
+    """A digest of another form would be part of the fingerprint."""
+    before = digest_weights(checkpoint)
+    (file,) = weight_digests.memory_folder().iterdir()
+    entries = json.loads(file.read_text())
+    for wrong in ("", "x", "A" * 32, "0" * 31):
+        file.write_text(json.dumps(dict.fromkeys(entries, wrong)))
+        assert digest_weights(checkpoint) == before
 
 
 def test_a_file_that_just_changed_is_not_remembered(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The fingerprint of a pair: every field of both configs counts, except fields that no KV depends on."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from dflash_runtime.config import (
 )
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.pair_fingerprint import NOT_IN_DRAFT, NOT_IN_TARGET, fingerprint
+from dflash_runtime.errors import InvalidConfig
 from dflash_testing.pairs import random_draft, random_llm, random_target
 
 TARGET_CHANGES: dict[str, Any] = {
@@ -86,6 +89,71 @@ def test_every_field_of_a_draft_counts_or_is_known_not_to_matter(pair: LoadedPai
         if fingerprint(with_draft(pair, **{name: value}, **more)).digest == whole:
             silent.add(name)
     assert silent == NOT_IN_DRAFT.keys()
+
+
+NESTED: list[Any] = [
+    RopeConfig(theta=10_000.0, kind="yarn", params={"factor": 2.0}),
+    RecurrenceConfig(layers=(0, 2), num_key_heads=1, num_value_heads=2, key_size=4, value_size=4, num_taps=4),
+    ExpertsConfig(num_experts=4, num_chosen=2, intermediate_size=8, has_normalised_scores=True, layers=(0,)),
+    MarkovConfig(rank=4),
+    SelectorConfig(rank=4, top_k=2),
+    ConvolutionConfig(kernel_size=3, group_size=2),
+]
+FIELD_OF = {
+    RopeConfig: "rope", RecurrenceConfig: "recurrence", ExpertsConfig: "experts", MarkovConfig: "markov",
+    SelectorConfig: "selector", ConvolutionConfig: "convolution",
+}  # fmt: skip
+
+
+def other_values(value: Any) -> list[Any]:
+    """Other values of a type. Some of them may be out of range."""
+    match value:
+        case bool():
+            return [not value]
+        case int() | float():
+            return [value * 2, value + 2]
+        case str():
+            return [f"{value}x", "linear", "gated"]
+        case tuple():
+            return [(*value, 5), value[:-1], (1,)]
+        case dict():
+            return [{**value, "x": 1.0}]
+        case _:
+            return [0.5, 2, "x", {"x": 1.0}, (1,)]
+
+
+def changed_parts() -> Iterator[tuple[Any, str, Any]]:
+    """A part of a config, a field's name, and the part with another value of the field, for every field."""
+    for part in NESTED:
+        for item in fields(part):
+            for value in other_values(getattr(part, item.name)):
+                with suppress(InvalidConfig, ValueError, TypeError):
+                    yield part, item.name, replace(part, **{item.name: value})
+
+
+CHANGED_PARTS = list(changed_parts())
+
+
+@pytest.mark.parametrize("part", NESTED, ids=lambda part: type(part).__name__)
+def test_every_field_of_every_part_counts(pair: LoadedPair, part: Any) -> None:
+    """Ropes, recurrence, routing of experts, and the parts of draft families."""
+    field = FIELD_OF[type(part)]
+    assert pair.draft is not None
+    holders = [(with_target, pair.target.config), (with_draft, pair.draft.config)]
+    ways = [change for change, config in holders if hasattr(config, field)]
+    cases = [(name, other) for whole, name, other in CHANGED_PARTS if whole is part]
+    assert {name for name, _ in cases} == {item.name for item in fields(part)}
+    assert ways
+    for change in ways:
+        whole = fingerprint(change(pair, **{field: part})).digest
+        silent = [other for _, other in cases if fingerprint(change(pair, **{field: other})).digest == whole]
+        assert not silent
+
+
+def test_ropes_of_each_kind_of_layer_count(pair: LoadedPair) -> None:
+    ropes = {"full_attention": RopeConfig(theta=5.0), "sliding_attention": RopeConfig(theta=7.0)}
+    exchanged = dict(zip(ropes, reversed(ropes.values()), strict=True))
+    assert fingerprint(with_target(pair, ropes=ropes)).digest != fingerprint(with_target(pair, ropes=exchanged)).digest
 
 
 def test_a_config_that_transformers_reads_counts(pair: LoadedPair) -> None:

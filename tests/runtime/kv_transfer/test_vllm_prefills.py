@@ -16,7 +16,9 @@ from dflash_runtime.errors import HandoffMismatch, InvalidHandoff, PeerUnreachab
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, HandoffHeader, find_problems
 from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills, has_vllm_prefills
+from dflash_testing.deadline import deadline
 from dflash_testing.engine_kv import layer_name, save_as_vllm
+from dflash_testing.irregular_files import IRREGULAR, make_irregular
 from dflash_testing.refusals import refuses
 
 PROMPT = tuple(range(100, 141))
@@ -230,6 +232,14 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
         load(tmp_path)
     save_file({"hidden_states": torch.zeros(32, 2, 8)}, file)
     with refuses(InvalidHandoff, "unreadable-tensor", path=file, field="kv_cache"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_a_pipe_or_a_device_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    file = save_as_vllm(layers(), PROMPT, tmp_path) / f"{layer_name(1)}.safetensors"
+    make_irregular(file, kind)
+    with deadline(10), refuses(InvalidHandoff, "unreadable-tensor", path=file, field="kv_cache"):
         load(tmp_path)
 
 

@@ -1,9 +1,12 @@
 """Where requests end: limits, stop tokens inside an accepted run, the model length. And which requests are refused."""
 
 import re
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.settings import resolve_limits
@@ -134,11 +137,20 @@ def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic() -> None:
      {"stop_token_ids": (2**64,)}, {"stop_token_ids": (-1,)}, {"stop_token_ids": (1.5,)}, {"stop_token_ids": 3},
      {"max_new_tokens": None}, {"max_new_tokens": 1.5}, {"verify_width": 0}, {"verify_width": "3"}, {"seed": 0.5},
      {"max_new_tokens": True}, {"top_k": True}, {"seed": False}, {"temperature": True}, {"top_p": True},
-     {"stop_token_ids": (True,)}, {"verify_width": True}],
+     {"stop_token_ids": (True,)}, {"verify_width": True}, {"temperature": 10**400}, {"top_p": 10**400},
+     {"temperature": float("inf")}, {"ignore_eos": "no"}, {"ignore_eos": None}, {"ignore_eos": 1}],
 )  # fmt: skip
 def test_sampling_parameters_out_of_range_are_refused(changes: dict[str, float]) -> None:
     with refuses(RequestError, field=next(iter(changes))):
         SamplingParams(**changes)  # type: ignore[arg-type]
+
+
+def test_numbers_of_any_type_are_stored_as_plain_ones() -> None:
+    params = SamplingParams(max_new_tokens=np.int64(3), temperature=Fraction(1, 2), top_p=1, seed=torch.tensor(4))  # type: ignore[arg-type]
+    assert list(map(type, (params.max_new_tokens, params.temperature, params.top_p, params.seed))) == [
+        int, float, float, int
+    ]  # fmt: skip
+    assert params == SamplingParams(max_new_tokens=3, temperature=0.5, top_p=1.0, seed=4)
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "top_k", "verify_width"])
