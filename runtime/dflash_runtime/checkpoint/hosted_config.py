@@ -313,7 +313,7 @@ def _differing(text: "DecoderConfig") -> tuple[str, ...]:
 
 def _refusals(text: "DecoderConfig") -> Iterator[str]:
     """Name each feature that the config states and that our attention or pages do not support."""
-    missing = [name for name in COUNTS if not is_int(getattr(text, name, None))]
+    missing = [name for name in COUNTS if not is_int(_value(text, name))]
     if missing:
         yield f"its config does not state one value for {' and '.join(missing)}"
     if getattr(text, "is_encoder_decoder", False):
@@ -326,7 +326,7 @@ def _refusals(text: "DecoderConfig") -> Iterator[str]:
         elif kind not in (FULL, SLIDING):
             yield f"layer_types {kind}"
     for words, keys in REFUSED_KEYS.items():
-        stated = next((key for key in keys if _is_stated(getattr(text, key, None))), None)
+        stated = next((key for key in keys if _is_stated(_value(text, key))), None)
         if stated is not None:
             yield f"{words} ({stated})"
     for rope in _ropes(text):
@@ -336,18 +336,23 @@ def _refusals(text: "DecoderConfig") -> Iterator[str]:
 
 def _odd_values(text: "DecoderConfig") -> Iterator[str]:
     """Name values of another size than keys, in a model with equal layers."""
-    width = getattr(text, "v_head_dim", None)
-    if width is not None and width != getattr(text, "head_dim", None):
+    width = _value(text, "v_head_dim")
+    if width is not None and width != _value(text, "head_dim"):
         yield "values of another size than keys (v_head_dim)"
 
 
 def _count(text: "DecoderConfig", name: str, otherwise: int) -> int:
     """Return a positive number that is the same for all layers, or else `otherwise`."""
-    try:
-        value: Any = getattr(text, name, None)
-    except RuntimeError:  # transformers raises this if layers differ
-        return otherwise
+    value = _value(text, name)
     return value if is_int(value) and value > 0 else otherwise
+
+
+def _value(text: "DecoderConfig", name: str) -> Any:
+    """Return an attribute; None if it is absent, or if layers differ in it."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # transformers raises this if layers differ
+        return None
 
 
 def _num_positions(text: "PretrainedConfig") -> int:
