@@ -82,7 +82,11 @@ def test_an_encoder_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     ("kind", "change", "runtime"),
     [
         ("llama", {"hidden_act": "gelu"}, "transformers"),
-        ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "transformers-cache"),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "transformers-cache",
+        ),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "transformers-cache"),
     ],
     ids=["activation", "rope", "hybrid"],

@@ -123,10 +123,11 @@ def refuse_other_layers(config: TargetConfig, path: Path) -> None:
     """Refuse a config that native layers would not compute, before any weight is read.
 
     Raises:
-        UnsupportedError: another activation or rope type.
+        UnsupportedError: another activation or rope type, or an odd head size.
     """
     reasons = [f"the activation {config.hidden_act} (hidden_act)"] if config.hidden_act != NATIVE_ACTIVATION else []
     reasons += [f"rope type {config.rope.kind}"] if config.rope.kind not in NATIVE_ROPES else []
+    reasons += [f"an odd head size (head_dim {config.head_dim})"] if config.head_dim % 2 else []
     if reasons:
         raise not_run(config.model_type, *reasons, path=path)
 

@@ -335,7 +335,10 @@ def _refusals(text: "DecoderConfig") -> Iterator[str]:
 
 
 def _odd_values(text: "DecoderConfig") -> Iterator[str]:
-    """Name values of another size than keys, in a model with equal layers."""
+    """Name values of another size than keys, and odd sizes, in a model with equal layers."""
+    size = _count(text, "head_dim", _count(text, "hidden_size", 1) // _count(text, "num_attention_heads", 1))
+    if size % 2:
+        yield f"an odd head size ({size})"
     width = _value(text, "v_head_dim")
     if width is not None and width != _value(text, "head_dim"):
         yield "values of another size than keys (v_head_dim)"

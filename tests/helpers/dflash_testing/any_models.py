@@ -51,7 +51,9 @@ def any_config(kind: str, **changes: Any) -> Any:
     parts = {name: part for name, part in stated.items() if name.endswith("_config") and isinstance(part, dict)}
     holder = next((name for name in parts if getattr(usual, name, None) is text), "text_config")
     around = {name: _small_part(name, part) for name, part in parts.items() if name != holder}
-    return AutoConfig.for_model(kind, **{**around, **AROUND.get(kind, {})}, **{holder: {"model_type": text.model_type, **own}})
+    return AutoConfig.for_model(
+        kind, **{**around, **AROUND.get(kind, {})}, **{holder: {"model_type": text.model_type, **own}}
+    )
 
 
 def make_any(path: Path, kind: str, **changes: Any) -> Any:
