@@ -27,6 +27,7 @@ from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "transformers_trials.py"))
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
 FEW = ("bert", "deepseek_vl_hybrid", "doge", "gptj", "xglm")
 """Types by which the default test compares the record: one is refused, and four have their own attention."""
 
@@ -84,7 +85,7 @@ def test_an_encoder_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
         ("llama", {"hidden_act": "gelu"}, "transformers"),
         (
             "qwen3",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            {"rope_parameters": DYNAMIC},
             "transformers-cache",
         ),
         ("qwen3_5_text", {"hidden_act": "gelu"}, "transformers-cache"),
