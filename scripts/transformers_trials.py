@@ -3,8 +3,8 @@
 python scripts/transformers_trials.py > runtime/dflash_runtime/checkpoint/transformers_trials.json
 
 A config does not show how a model's code asks for attention, or whether its cache works. So a small random model of
-every model type is loaded and tried once, and the record has each type whose trial ends otherwise than its config says.
-A type whose config class cannot be made small has no entry. The run takes several minutes.
+every model type is loaded and tried once. The record lists the types for which the trial contradicts the config. Types
+with a config class that refuses small sizes are left out. The run takes several minutes.
 """
 
 import json

@@ -28,7 +28,7 @@ NOT_ROUNDED = (
     "shared_expert_gate", "in_proj_a.", "in_proj_b.", "in_proj_ba.",
 )  # fmt: skip
 """Parts of names of tensors that quantised checkpoints do not round: embeddings, heads, rows that are looked up by
-token, kernels of convolutions, heads that engines compute in float32, routers, and the gates of recurrent layers.
+token, convolutions, routers, and gates of recurrent layers. Engines compute the confidence head in float32.
 Sources: vllm-project/llm-compressor examples/quantization_w8a8_fp8/qwen3_5_moe.py, ModelCloud/GPTQModel."""
 
 Rounding = Callable[[Tensor], Tensor]

@@ -47,7 +47,7 @@ FAMILIES = "dflash_runtime.models"
 """The package of native families. Importing it imports no family."""
 
 TRIAL_WORDS = {
-    "target-layers-not-found": "its code has no list of its decoder layers, which a draft could tap",
+    "target-layers-not-found": "its code keeps its decoder layers where a draft cannot tap them",
     "target-cache-differs": "its hidden states with a cache differ from those without",
     "target-head": "its head does more to its logits than scale and cap them",
 }

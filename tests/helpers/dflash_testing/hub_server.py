@@ -30,7 +30,7 @@ GONE = {
 """Repositories that are refused whole."""
 
 ODD = {"acme/listing": b"[]", "acme/nothing-said": b""}
-"""Repositories whose every answer is this document."""
+"""Repository -> the document that answers every request about it."""
 
 
 @dataclass
