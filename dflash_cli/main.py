@@ -230,6 +230,9 @@ OUTPUT_FAULTS: dict[int, tuple[type[DFlashError], str, str]] = {
     errno.EROFS: (UsageError, "read-only", "is on a read-only file system"),
     errno.EACCES: (UsageError, "permission-denied", "permission denied"),
     errno.EPERM: (UsageError, "permission-denied", "permission denied"),
+    errno.ENOTDIR: (UsageError, "parent-is-a-file", "a parent in this path is a file"),
+    errno.ENAMETOOLONG: (UsageError, "name-too-long", "a name in this path is too long"),
+    errno.EIO: (CapacityError, "device-fails", "the device does not read or write"),
 }
 """Errors of the system about files -> error, id and text."""
 TYPER_USAGE_ERROR: Any = typer.BadParameter.__base__

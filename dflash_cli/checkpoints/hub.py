@@ -22,6 +22,7 @@ HINTS = {
     401: (LOG_IN, "the hub does not accept the token: correct HF_TOKEN, or log in again with hf auth login"),
     403: (LOG_IN, "the token may not read this repository: give the token access, or use another one"),
     404: ("check the name and HF_ENDPOINT",) * 2,
+    407: ("the proxy asks for a login: give it in HTTPS_PROXY, as http://NAME:PASSWORD@HOST:PORT",) * 2,
 }
 """Status -> hint without a token, and with one."""
 
@@ -112,7 +113,8 @@ def _has_token() -> bool:
 
 def _refusal(repo: str, error: Exception) -> CheckpointNotFound:
     """The error with the hub's answer on one line, and a hint by its status."""
-    answer = (str(error) or type(error).__name__).splitlines()[0]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    answer = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     status = getattr(getattr(error, "response", None), "status_code", 0)
     hint = HINTS.get(status, (None, None))[_has_token()]
     if status in TEMPORARY:
@@ -141,11 +143,13 @@ def download_snapshot(
     if not is_local:
         _announce(repo, revision, patterns, repo_type)
     with _bars(is_shown=sys.stderr.isatty() and not console.is_quiet()):
-        return Path(
-            snapshot_download(
+        try:
+            snapshot = snapshot_download(
                 repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, local_files_only=is_local
             )
-        )
+        except TypeError as error:  # the library takes any JSON for a description of the repository
+            raise NotFromAHub(str(error)) from error
+        return Path(snapshot)
 
 
 def _announce(repo: str, revision: str | None, patterns: list[str], repo_type: str) -> None:
@@ -157,7 +161,7 @@ def _announce(repo: str, revision: str | None, patterns: list[str], repo_type: s
             files = snapshot_download(
                 repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, dry_run=True
             )
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return
     missing = [item for item in files if item.will_download]
     if missing:

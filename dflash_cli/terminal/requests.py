@@ -43,6 +43,7 @@ MEASURING = "Measuring"
 ENGINE = "Engine"
 OUTPUT = "Output"
 PAIR = ("draft", "target")
+MAX_INT = 2**63 - 1
 """The options that come right after the arguments."""
 
 P = ParamSpec("P")
@@ -220,10 +221,11 @@ class Parameter:
         return value
 
     def _is_within(self, value: float) -> bool:
-        """Whether a number is inside the limits. NaN never is."""
+        """Whether a number is inside the limits. NaN never is, and neither is a whole number beyond 64 bits."""
         low, high, above, below = self.option.min, self.option.max, self.option.above, self.option.below
         return (
             value == value
+            and (self.kind is not int or abs(value) <= MAX_INT)
             and (low is None or value >= low)
             and (high is None or value <= high)
             and (above is None or value > above)
@@ -242,7 +244,8 @@ class Parameter:
         )
 
     def _refusal(self, value: Any) -> UsageError:
-        return UsageError(field=self.title, found=value, expected=self._expected)
+        is_huge = self.kind is int and is_int(value) and abs(value) > MAX_INT
+        return UsageError(field=self.title, found=value, expected="a number of 64 bits" if is_huge else self._expected)
 
     @property
     def _expected(self) -> str:

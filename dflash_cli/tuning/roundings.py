@@ -23,9 +23,13 @@ GROUP = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
-NOT_ROUNDED = ("embed_tokens", "lm_head", "markov_w1", "codebook", "base_kernel", "confidence_head")
+NOT_ROUNDED = (
+    "embed_tokens", "lm_head", "markov_w1", "codebook", "base_kernel", "confidence_head", "conv1d", "mlp.gate.",
+    "shared_expert_gate", "in_proj_a.", "in_proj_b.", "in_proj_ba.",
+)  # fmt: skip
 """Parts of names of tensors that quantised checkpoints do not round: embeddings, heads, rows that are looked up by
-token, kernels of convolutions, and heads that engines compute in float32."""
+token, convolutions, routers, and gates of recurrent layers. Engines compute the confidence head in float32.
+Sources: vllm-project/llm-compressor examples/quantization_w8a8_fp8/qwen3_5_moe.py, ModelCloud/GPTQModel."""
 
 Rounding = Callable[[Tensor], Tensor]
 """Values [..., N] -> the nearest values of a format, in the same dtype. Scales are over the last axis."""

@@ -27,7 +27,7 @@ from dflash_cli.tuning.step_costs import (
     read_step_costs,
     read_step_times,
 )
-from dflash_cli.tuning.what_if import WhatIf, changes_nothing, rounded
+from dflash_cli.tuning.what_if import WhatIf, changes_nothing, refuse_rounding, rounded
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointNotFound, UsageError
@@ -117,6 +117,7 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
 
     Raises:
         UsageError: a K, a batch size or a file of step times does not fit the pair.
+        UnsupportedError: a what-if cannot be simulated for this target; nothing has been measured then.
         RequestError: a prompt cannot be served.
     """
     started = time.perf_counter()
@@ -125,6 +126,8 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
     candidates = candidates_for(_numbers(request, trained, given), trained)
     if given is not None:
         given = _at_batches(given, request)
+    for item in request.what_ifs:
+        refuse_rounding(session.llm.pair, session.target, item)
     _check_journals(request, [*candidates, *request.what_ifs])
     evaluations = {item: _measure(session, item, request, progress) for item in candidates}
     costs = given or _find_step_costs(session, candidates, request, progress)

@@ -63,12 +63,30 @@ def changes_nothing(what_if: WhatIf, pair: LoadedPair) -> bool:
     return pair.placement.dtype_name == "bfloat16" and all(name == "bf16" for _, name in what_if.formats)
 
 
+def refuse_rounding(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> None:
+    """Refuse to round the target or its KV if transformers' code runs the target.
+
+    Raises:
+        UnsupportedError: names the what-if.
+    """
+    if pair.target_runtime != "native" and {"kv", "target"} & {part for part, _ in what_if.formats}:
+        raise UnsupportedError(
+            "transformers' code runs this target, so its weights and KV cannot be rounded",
+            id="hosted-target-rounded",
+            path=source.checkpoint.path,
+            field="--what-if",
+            found=what_if.name,
+            hint="round the draft alone: --what-if draft=FORMAT",
+        )
+
+
 def rounded(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> LoadedPair:
     """Return the pair with some parts rounded. Rounding the target or KV loads a second copy of the target.
 
     Raises:
         UnsupportedError: the target or its KV should be rounded, but transformers' code runs the target.
     """
+    refuse_rounding(pair, source, what_if)
     formats = dict(what_if.formats)
     assert pair.draft is not None
     assert pair.draft_weights is not None
@@ -84,14 +102,6 @@ def rounded(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> LoadedPa
 
 
 def _load(pair: LoadedPair, source: TargetSource, placement: Placement, name: str | None) -> Target:
-    if pair.target_runtime != "native":
-        raise UnsupportedError(
-            "transformers' code runs this target, so its weights and KV cannot be rounded",
-            id="hosted-target-rounded",
-            path=source.checkpoint.path,
-            field="--what-if",
-            hint="round the draft alone: --what-if draft=FORMAT",
-        )
     _, config = find_target_runtime(source, "native")
     weights = load_weights(source.checkpoint, target_shapes(source), placement)
     rounded_weights = weights if name is None else round_weights(weights, name)

@@ -19,9 +19,10 @@ from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.target import Target, find_target_runtime, load_target
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.transfers import HandoffPlan
+from dflash_testing.any_models import make_any
 from dflash_testing.handoffs import MemoryConnector, go_on, hand_off, keys_of
 from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
-from dflash_testing.multimodal_models import make_wrapper
+from dflash_testing.multimodal_models import WRAPPERS, make_wrapper
 from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
 from dflash_testing.plain_loop import WholeText, plain_loop
 from dflash_testing.refusals import refuses
@@ -309,9 +310,11 @@ class TestPoisoned:
         assert said != wanted
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "minicpmv4_6"])
 def test_the_text_part_of_a_multimodal_model_is_native(kind: str, tmp_path: Path) -> None:
-    make_wrapper(tmp_path, kind)
+    """Parts for images may have any name, such as the merger of minicpmv4_6."""
+    make = make_wrapper if kind in WRAPPERS else make_any
+    make(tmp_path, kind)
     source = open_target(tmp_path)
     runtime, config = find_target_runtime(source, "auto")
     assert runtime == "native"

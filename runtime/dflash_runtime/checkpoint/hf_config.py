@@ -57,6 +57,10 @@ FOREIGN = {
 }
 """Parts of a decoder that `TargetConfig` does not describe -> the keys of published configs that state them."""
 
+NATIVE_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+NATIVE_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
+"""The activation and the rope types that native layers compute."""
+
 ROPE_FLAGS = ("layer_rope_theta", "no_rope_layers")
 """Keys with one value per layer, zero for a layer without rope."""
 
@@ -114,6 +118,20 @@ def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
     body["mlp_bias"] = _optional(text, "mlp_bias", bool, path) or False
     body["experts"] = read_experts(text, body["num_layers"], path) if has_experts else None
     return TargetConfig(**{**common_facts(config, text, path), **body})
+
+
+def refuse_other_layers(config: TargetConfig, path: Path) -> None:
+    """Refuse a config that native layers would not compute, before any weight is read.
+
+    Raises:
+        UnsupportedError: another activation or rope type, or an odd head size.
+    """
+    is_known = config.hidden_act in NATIVE_ACTIVATIONS
+    reasons = [] if is_known else [f"the activation {config.hidden_act} (hidden_act)"]
+    reasons += [f"rope type {config.rope.kind}"] if config.rope.kind not in NATIVE_ROPES else []
+    reasons += [f"an odd head size (head_dim {config.head_dim})"] if config.head_dim % 2 else []
+    if reasons:
+        raise not_run(config.model_type, *reasons, path=path)
 
 
 def not_run(model_type: str, *reasons: str, id: str = "target-not-run", path: Path | None = None) -> UnsupportedError:

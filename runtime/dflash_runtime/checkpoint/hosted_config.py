@@ -326,7 +326,7 @@ def _differing(text: "DecoderConfig") -> tuple[str, ...]:
 
 def _refusals(text: "DecoderConfig") -> Iterator[str]:
     """Name each feature that the config states and that our attention or pages do not support."""
-    missing = [name for name in COUNTS if not is_int(getattr(text, name, None))]
+    missing = [name for name in COUNTS if not is_int(_value(text, name))]
     if missing:
         yield f"its config does not state one value for {' and '.join(missing)}"
     if getattr(text, "is_encoder_decoder", False):
@@ -339,7 +339,7 @@ def _refusals(text: "DecoderConfig") -> Iterator[str]:
         elif kind not in (FULL, SLIDING):
             yield f"layer_types {kind}"
     for words, keys in REFUSED_KEYS.items():
-        stated = next((key for key in keys if _is_stated(getattr(text, key, None))), None)
+        stated = next((key for key in keys if _is_stated(_value(text, key))), None)
         if stated is not None:
             yield f"{words} ({stated})"
     for rope in _ropes(text):
@@ -348,23 +348,36 @@ def _refusals(text: "DecoderConfig") -> Iterator[str]:
 
 
 def _odd_values(text: "DecoderConfig") -> Iterator[str]:
-    """Name values of another size than keys, in a model with equal layers. Latent attention may have smaller values."""
-    width, latent = getattr(text, "v_head_dim", None), _latent_size(text)
+    """Name values of another size than keys, and odd sizes, in a model with equal layers.
+
+    Latent attention may have smaller values.
+    """
+    latent = _latent_size(text)
+    usual = _count(text, "hidden_size", 1) // _count(text, "num_attention_heads", 1)
+    size = latent or _count(text, "head_dim", usual)
+    if size % 2:
+        yield f"an odd head size ({size})"
+    width = _value(text, "v_head_dim")
     if latent is not None and _count(text, "v_head_dim", 0) > latent:
         yield "values larger than keys (v_head_dim)"
     elif latent is not None and _count(text, "num_layers", 0):
         yield "several attentions in one layer (num_layers)"
-    elif latent is None and width is not None and width != getattr(text, "head_dim", None):
+    elif latent is None and width is not None and width != _value(text, "head_dim"):
         yield "values of another size than keys (v_head_dim)"
 
 
 def _count(text: "DecoderConfig", name: str, otherwise: int) -> int:
     """Return a positive number that is the same for all layers, or else `otherwise`."""
-    try:
-        value: Any = getattr(text, name, None)
-    except RuntimeError:  # transformers raises this if layers differ
-        return otherwise
+    value = _value(text, name)
     return value if is_int(value) and value > 0 else otherwise
+
+
+def _value(text: "DecoderConfig", name: str) -> Any:
+    """Return an attribute; None if it is absent, or if layers differ in it."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # transformers raises this if layers differ
+        return None
 
 
 def _num_positions(text: "PretrainedConfig") -> int:

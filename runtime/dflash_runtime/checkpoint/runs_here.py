@@ -4,11 +4,12 @@ Commands that run a target pass the readers that load it. Other commands use a r
 and import neither torch nor transformers.
 """
 
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +19,7 @@ from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_
 from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8, stated_quantization
 from dflash_runtime.checkpoint.gemma4_config import GEMMA4, read_gemma4_config
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
-from dflash_runtime.checkpoint.hf_config import not_run
+from dflash_runtime.checkpoint.hf_config import not_run, refuse_other_layers
 from dflash_runtime.checkpoint.hosted_config import (
     A_FAMILY,
     read_recorded,
@@ -52,6 +53,13 @@ WORDS: dict[TargetRuntime, str] = {
 
 FAMILIES = "dflash_runtime.models"
 """The package of native families. Importing it imports no family."""
+
+TRIAL_WORDS = {
+    "target-layers-not-found": "its code keeps its decoder layers where a draft cannot tap them",
+    "target-cache-differs": "its hidden states with a cache differ from those without",
+    "target-head": "its head does more to its logits than scale and cap them",
+}
+"""Refusals after a trial that depend on a model's code, not on its sizes -> the reason in words."""
 
 ADAPTER = "adapter_config.json"
 """If this file exists, transformers loads the model that it names instead of the checkpoint's."""
@@ -129,13 +137,14 @@ def how_it_runs(
     *,
     refuse_native: Callable[[TargetSource], object] | None = None,
     read_decoder: "Callable[[TargetSource], DecoderConfig]" = read_recorded,
+    trials: Mapping[str, str] | None = None,
 ) -> RunsHere:
     """Return how a target runs, from its config and headers, with the code that is `wanted`.
 
     `auto` chooses native code for every target of a native family, and `transformers` chooses our pages if they can
     serve the target. `refuse_native` raises if native code does not run it, and `read_decoder` reads its decoder's
-    config as transformers does. A config that transformers does not accept, and a trial after loading, may still refuse
-    the target.
+    config as transformers does. `trials` are the ends of trials by model type, by default the recorded ones. A config
+    that transformers does not accept, and a trial after loading, may still refuse the target.
     """
     has_headers = _has_headers(source)
     try:
@@ -149,14 +158,32 @@ def how_it_runs(
                     raise
         text, path = read_decoder(source), source.checkpoint.config_path
         runtime: TargetRuntime = "transformers-cache"
-        if wanted != "transformers-cache" and _fits_pages(text, path):
+        tried = _end_of_trial(source, text.model_type, recorded_trials() if trials is None else trials)
+        if wanted != "transformers-cache" and _fits_pages(text, path) and tried != runtime:
             runtime = "transformers"
         else:
             refuse_cache(text, path)
+        if tried in TRIAL_WORDS:
+            raise not_run(text.model_type, TRIAL_WORDS[tried], id=tried, path=path)
         _refuse_adapter(source)
         return RunsHere(runtime, read_quantization(source, has_headers=has_headers))
     except (UnsupportedError, CheckpointError) as error:
         return RunsHere(None, refusal=error)
+
+
+@cache
+def recorded_trials() -> Mapping[str, str]:
+    """Return the table of `scripts/transformers_trials.py`; an empty one if another transformers is installed."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("transformers_trials.json").read_text("utf-8"))
+    trials: Mapping[str, str] = found["trials"]
+    return trials if release_note() is None else {}
+
+
+def _end_of_trial(source: TargetSource, decoder_type: str, trials: Mapping[str, str]) -> str | None:
+    """Return how the trial of a model type ended. A wrapper was tried with its usual decoder."""
+    kind = str(source.checkpoint.config.get("model_type"))
+    is_usual = recorded_types()["decoders"].get(kind) == decoder_type
+    return trials.get(kind if is_usual else decoder_type)
 
 
 def without_native_family(source: TargetSource, families: frozenset[str]) -> UnsupportedError:
@@ -198,10 +225,11 @@ def _refuse_native(source: TargetSource, *, has_headers: bool) -> None:
     kind = source.facts.model_type
     if kind not in families:
         raise without_native_family(source, frozenset(families))
-    if kind in CONFIG_READERS:
-        CONFIG_READERS[kind](source.checkpoint.config, source.checkpoint.config_path)
+    checkpoint, read_config = source.checkpoint, CONFIG_READERS.get(kind)
+    if read_config is not None:
+        refuse_other_layers(read_config(checkpoint.config, checkpoint.config_path), checkpoint.config_path)
     elif not families[kind]:
-        _ = source.config
+        refuse_other_layers(source.config, checkpoint.config_path)
     refuse_quantised(source, has_headers=has_headers)
 
 

@@ -33,8 +33,11 @@ TRIAL = "draft_trial"
 """The name of the same attention with a mask function, which reports the mask that each layer asks for."""
 
 HARMLESS = frozenset(
-    {"position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions", "output_hidden_states"}
-)
+    {
+        "position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions",
+        "output_hidden_states", "logits_to_keep",
+    }
+)  # fmt: skip
 """Arguments of attention calls that do not change the result."""
 
 COMPUTED = frozenset({"scaling", "sliding_window", "is_causal", "softcap", "s_aux"})

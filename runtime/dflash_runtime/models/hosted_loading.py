@@ -61,6 +61,9 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
     except torch.OutOfMemoryError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError) as error:
+        if isinstance(error, KeyError) and error.args == (attention,):
+            why = "its code has its own list of attention functions"
+            raise not_run(config.model_type, why, id="target-attention-not-asked") from error
         if placement.spread is not None and "device_map" in str(error):
             raise UsageError(
                 f"--device-map: {first_line(error)}",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.checkpoint.fp8_format import scale_tensors
+from dflash_runtime.checkpoint.hf_config import refuse_other_layers
 from dflash_runtime.checkpoint.hosted_config import open_decoder, read_hosted_config, read_own_cache_config
 from dflash_runtime.checkpoint.layout import Shapes, compare_tensors, unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -96,6 +97,9 @@ class TargetFamily(Protocol):
 
 logger = logging.getLogger(__name__)
 
+EMBEDDING = "embed_tokens.weight"
+"""The name of the embedding inside a decoder."""
+
 NUM_NAMED = 5
 """The most tensors that a message names before it counts the rest."""
 
@@ -135,6 +139,7 @@ def _native_config(source: TargetSource) -> TargetConfig:
     config: TargetConfig = (
         source.config if read_config is None else read_config(checkpoint.config, checkpoint.config_path)
     )
+    refuse_other_layers(config, checkpoint.config_path)
     refuse_quantised(source)
     return config
 
@@ -152,7 +157,18 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
     If the trial of `load_hosted` shows that our pages cannot serve the target, the target keeps its own cache.
     """
     found, config = find_target_runtime(source, runtime)
-    if found == "transformers":
+    if found != "native":
+        return try_target(source, placement, found)
+    family = target_families()[config.model_type]
+    arrange = getattr(family, "arrange", None)
+    weights = load_weights(source.checkpoint, target_shapes(source), placement, arrange=arrange)
+    return family(config, weights, placement)
+
+
+def try_target(source: TargetSource, placement: Placement, runtime: TargetRuntime) -> Target:
+    """Load a target through transformers and try it out; see `load_target`."""
+    config = CONFIG_READERS[runtime](source)
+    if runtime == "transformers":
         try:
             with naming_file(source.checkpoint.path):
                 return load_hosted(source, config, placement)
@@ -160,13 +176,8 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
             logger.info("not over pages: %s", error.message)
         gc.collect()  # free the refused model: memory may not hold two
         config = read_own_cache_config(source)
-    if found != "native":
-        with naming_file(source.checkpoint.path):
-            return load_own_cache(source, config, placement)
-    family = target_families()[config.model_type]
-    arrange = getattr(family, "arrange", None)
-    weights = load_weights(source.checkpoint, target_shapes(source), placement, arrange=arrange)
-    return family(config, weights, placement)
+    with naming_file(source.checkpoint.path):
+        return load_own_cache(source, config, placement)
 
 
 def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntime) -> int:
@@ -196,10 +207,10 @@ def target_shapes(source: TargetSource) -> Shapes:
     missing, _, wrong = compare_tensors(expected, found)
     if missing or wrong:
         raise TensorMismatch(missing=missing, wrong=wrong, path=path)
-    others = text_tensors(info for name, info in source.checkpoint.tensors.items() if name not in expected).keys()
-    unread = (others if config.nested_in is not None else found.keys() - expected.keys()) - scale_tensors(
-        source.checkpoint
-    )
+    unread = found.keys() - expected.keys() - scale_tensors(source.checkpoint)
+    if config.nested_in is not None:  # the other parts of a multimodal model are outside the decoder, under any name
+        stem = next(name for name in expected if name.endswith(EMBEDDING)).removesuffix(EMBEDDING)
+        unread = {name for name in unread if name.startswith((stem, "lm_head."))}
     surplus = unapplied_tensors(unread, stored=found, num_layers=config.num_layers)
     if surplus:
         more = f" and {len(surplus) - NUM_NAMED} more" if len(surplus) > NUM_NAMED else ""

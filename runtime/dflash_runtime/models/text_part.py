@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 OTHER_PARTS = re.compile(
     r"(.*\.)?(visual|vision_tower|vision_model|vision_encoder|vision_embedder|vision_adapter|vision_projection"
-    r"|perception_emb_norm|embed_vision|audio|audio_tower|embed_audio|multi_modal_projector|connector|mm_projector|mlp1|patch_merge_mlp)\."
+    r"|perception_emb_norm|embed_vision|audio|audio_tower|embed_audio|multi_modal_projector|connector|mm_projector|mlp1|patch_merge_mlp"
+    r"|merger|projector|aligner)\."
 )
 """Names of tensors outside the text part, for estimates of bytes. The model decides which tensors are read."""
 

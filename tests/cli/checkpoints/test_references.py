@@ -70,11 +70,15 @@ REFUSALS = {
     "acme/broken": "hub-refused",
     "acme/not-here": "hub-refused",
     "acme/login-page": "not-a-hub",
+    "acme/listing": "not-a-hub",
+    "acme/nothing-said": "not-a-hub",
+    "acme/bad-request": "hub-refused",
+    "acme/proxy": "hub-refused",
     "acme--x/draft": "not-a-reference",
     "no such thing": "not-a-reference",
 }
 FOR_HEADERS = ("acme/gated", "acme/absent", "acme--x/draft", "no such thing", "acme/login-page", "acme/not-here")
-FOR_DOWNLOADS = ("acme/gated", "acme/draft@v9", "acme/broken", "acme/login-page")
+FOR_DOWNLOADS = ("acme/gated", "acme/draft@v9", "acme/broken", "acme/login-page", "acme/listing", "acme/proxy")
 
 
 def refusals() -> list[Any]:
@@ -93,6 +97,22 @@ def test_each_refusal_has_its_id(reference: str, id: str, how: tuple[str, ...], 
     found = hub.refusal("validate", reference, *how, env=environment)
     assert (found["code"], found["id"], found["path"]) == (4, id, reference.partition("@")[0])
     assert ("again" in found["hint"]) == ("broken" in reference)
+    assert ("HTTPS_PROXY" in found["hint"]) == ("proxy" in reference)
+
+
+def test_an_answer_in_two_lines_is_printed_whole(environment: dict[str, str]) -> None:
+    line = hub.run("validate", "acme/bad-request", env=environment).err.splitlines()[0]
+    assert not line.rstrip().endswith(":")
+    assert "log in" in line
+
+
+def test_a_cache_that_cannot_be_made_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name in ("HF_HUB_CACHE", "HF_HOME"):
+        cache = tmp_path / "file" / "hub"
+        found = hub.refusal("validate", "acme/draft", *DOWNLOAD, env={**environment, name: str(cache)})
+        assert (found["code"], found["id"]) == (2, "parent-is-a-file")
+        assert found["path"].startswith(str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("reference", ["acme/gated", "acme/absent", "acme/other-token"])

@@ -92,6 +92,7 @@ WRONG = [
     ("size", "many", "--size"),
     ("share", "2", "--share"),
     ("share", "nan", "--share"),
+    ("size", str(2**63), "--size"),
     ("open_share", "0", "--open-share"),
     ("open_share", "1", "--open-share"),
     ("dialect", "speculator", "--dialect"),

@@ -66,7 +66,13 @@ def test_only_matrices_are_rounded() -> None:
     weights = {"layers.0.qkv_proj.weight": matrix, "experts.down_proj.weight": matrix[None], "norm.weight": vector,
                "model.embed_tokens.weight": matrix, "lm_head.weight": matrix, "d2t": ids,
                "markov_head.markov_w1.weight": matrix, "markov_head.markov_w2.weight": matrix,
+               "layers.0.linear_attn.conv1d.weight": matrix[:, None], "layers.0.mlp.gate.weight": matrix,
+               "layers.0.linear_attn.in_proj_qkv.weight": matrix, "layers.0.linear_attn.in_proj_b.weight": matrix,
+               "layers.0.mlp.shared_expert_gate.weight": matrix[:1], "layers.0.mlp.gate_proj.weight": matrix,
                "candidate_selector.successor_codebook": matrix, "confidence_head.proj.weight": matrix[:1]}  # fmt: skip
     found = round_weights(weights, "int8")
     changed = {name for name, tensor in weights.items() if not torch.equal(found[name], tensor)}
-    assert changed == {"layers.0.qkv_proj.weight", "experts.down_proj.weight", "markov_head.markov_w2.weight"}
+    assert changed == {
+        "layers.0.qkv_proj.weight", "experts.down_proj.weight", "markov_head.markov_w2.weight",
+        "layers.0.linear_attn.in_proj_qkv.weight", "layers.0.mlp.gate_proj.weight",
+    }  # fmt: skip

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import PairSession, open_session
+from dflash_cli.tuning import tuner
 from dflash_cli.tuning.roundings import to_fp8
 from dflash_cli.tuning.what_if import FORMATS, WhatIf, changes_nothing, parse_what_ifs, rounded
 from dflash_runtime.config import EngineConfig
@@ -16,6 +17,7 @@ from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import target_families
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_prompts
 from dflash_testing.refusals import refuses
 
@@ -115,6 +117,14 @@ def test_a_hosted_target_is_not_rounded(session: PairSession) -> None:
         with refuses(UnsupportedError, "hosted-target-rounded", field="--what-if"):
             rounded(hosted, session.target, parse_what_ifs(text)[0])
     assert rounded(hosted, session.target, parse_what_ifs("draft=fp8")[0]).rounding == "draft=fp8"
+
+
+def test_it_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuner, "_measure", lambda *_: pytest.fail("measured first"))
+    hosted = ("--target-runtime", "transformers", "--device", "cpu", "--what-if", "draft=fp8,kv=fp8")
+    done = support.run_main("tune", TINY, *hosted)
+    assert done.error is not None
+    assert (done.code, done.error.id, done.error.found) == (5, "hosted-target-rounded", "kv=fp8")
 
 
 @pytest.mark.gpu

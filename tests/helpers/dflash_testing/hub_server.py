@@ -24,8 +24,13 @@ GONE = {
     "acme/other-token": (401, ""),
     "acme/not-here": (501, ""),
     "acme/login-page": (200, ""),
+    "acme/bad-request": (400, ""),
+    "acme/proxy": (407, ""),
 }
 """Repositories that are refused whole."""
+
+ODD = {"acme/listing": b"[]", "acme/nothing-said": b""}
+"""Repository -> the document that answers every request about it."""
 
 
 @dataclass
@@ -78,6 +83,10 @@ class Handler(BaseHTTPRequestHandler):
             if gone in self.path:
                 headers = {"Content-Type": "text/html"} | ({"X-Error-Code": code} if code else {})
                 self._send(status, b"<html>log in</html>", headers, with_body=with_body)
+                return
+        for odd, body in ODD.items():
+            if odd in self.path:
+                self._send(200, body, {"Content-Type": "application/json"}, with_body=with_body)
                 return
         path = self.path.partition("?")[0]
         repo = next((name for name in self.hub.repos if f"/{name}/" in f"{path}/"), "")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.terminal import documentation
+from dflash_runtime.checkpoint import runs_here
 from dflash_runtime.config import EngineConfig, OwnCache
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
@@ -161,7 +162,11 @@ class TestChoice:
         make_model(tmp_path, kind)
         assert isinstance(load_target(open_target(tmp_path), placement(), "auto"), OwnCacheTarget)
 
-    def test_the_trial_over_pages_may_choose_the_own_cache(self, tmp_path: Path) -> None:
+    def test_the_trial_over_pages_may_choose_the_own_cache(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With a release of transformers without recorded trials, a target is loaded twice."""
+        monkeypatch.setattr(runs_here, "recorded_trials", dict)
         make_model(tmp_path, "diffllama")
         source = open_target(tmp_path)
         assert find_target_runtime(source, "auto")[0] == "transformers"

@@ -1,0 +1,81 @@
+"""Print runtime/dflash_runtime/checkpoint/transformers_trials.json: what trials of small random models found.
+
+python scripts/transformers_trials.py > runtime/dflash_runtime/checkpoint/transformers_trials.json
+
+A config does not show how a model's code asks for attention, or whether its cache works. So a small random model of
+every model type is loaded and tried once. The record lists the types for which the trial contradicts the config. Types
+with a config class that refuses small sizes are left out. The run takes several minutes.
+"""
+
+import json
+import logging
+import signal
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+if __name__ == "__main__":
+    root = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels", "tests/helpers")]
+
+from dflash_cli.checkpoints.opening import open_target
+from dflash_runtime.checkpoint.hosted_config import open_decoder, recorded_types
+from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.runs_here import TRIAL_WORDS, how_it_runs
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.models.own_cache import OwnCacheTarget
+from dflash_runtime.models.target import _native_config, try_target
+from dflash_testing.any_models import make_any
+from dflash_testing.hosted_models import OWN_CACHE, SERVED, make_model
+from dflash_testing.pairs import placement
+
+SECONDS = 120
+"""The longest trial."""
+
+
+def outcome_of(source: TargetSource) -> str | None:
+    """Return the end of a trial that differs from the config's: a runtime, or the id of a refusal in TRIAL_WORDS."""
+    said = how_it_runs(source, refuse_native=_native_config, read_decoder=open_decoder, trials={})
+    if said.runtime not in ("transformers", "transformers-cache"):
+        return None
+    try:
+        target = try_target(source, placement(), said.runtime)
+    except DFlashError as error:
+        return error.id if error.id in TRIAL_WORDS else None
+    is_other = isinstance(target, OwnCacheTarget) and said.runtime == "transformers"
+    return "transformers-cache" if is_other else None
+
+
+def try_type(kind: str) -> str | None:
+    """Return `outcome_of` a small model of a type; None if no such model can be made."""
+    signal.alarm(SECONDS)
+    try:
+        with TemporaryDirectory() as folder:
+            make = make_model if kind in {**SERVED, **OWN_CACHE} else make_any
+            make(Path(folder), kind)
+            return outcome_of(open_target(Path(folder)))
+    except Exception as error:  # each class of transformers raises its own types
+        print(f"{kind}: {type(error).__name__}", file=sys.stderr)
+        return None
+    finally:
+        signal.alarm(0)
+
+
+def stop(*_: Any) -> None:
+    raise TimeoutError
+
+
+def record(kinds: Iterable[str]) -> dict[str, str]:
+    """Return model type -> the end of its trial, where the config does not show it."""
+    signal.signal(signal.SIGALRM, stop)
+    found = {kind: try_type(kind) for kind in kinds}
+    return {kind: outcome for kind, outcome in found.items() if outcome is not None}
+
+
+if __name__ == "__main__":
+    types = recorded_types()
+    logging.disable(logging.WARNING)
+    trials = record(types["decoders"])
+    sys.stdout.write(json.dumps({"transformers": types["transformers"], "trials": trials}, indent=0) + "\n")
