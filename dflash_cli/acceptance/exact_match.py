@@ -96,11 +96,11 @@ class ExactMatch:
     @property
     def lines(self) -> list[str]:
         """The result in words."""
-        few = f"; no interval: {self.no_interval}" if self.no_interval is not None else ""
+        few = [f"  no interval: {self.no_interval}"] if self.no_interval is not None else []
         under = f" ({self.condition})" if self.condition is not None else ""
         cut = f"; {plural(self.num_cut, 'answer')} cut before the end" if self.num_cut else ""
-        found = f"exact match{under} {_share(self.num_correct, self.num_scored, self.interval)}{few}{cut}"
-        return [found, *(self.plain.lines if self.plain is not None else ())]
+        found = f"exact match{under} {_share(self.num_correct, self.num_scored, self.interval)}{cut}"
+        return [found, *few, *(self.plain.lines if self.plain is not None else ())]
 
 
 def score(answers: Sequence[Answer], confidence: float) -> tuple[ExactMatch, ...]:

@@ -1,5 +1,6 @@
 """Comparisons as JSON and as tables of at most 80 columns."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
@@ -14,6 +15,7 @@ from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
+WIDTH = 80
 
 
 def letter(place: int) -> str:
@@ -64,7 +66,7 @@ def how(comparison: Comparison, tolerance: float | None, num_results: int) -> li
         if interval is None
         else f"in brackets, the {100 * interval.confidence:g}% interval"
     )
-    lines = [f"{kind}; {about}"]
+    lines = textwrap.wrap(f"{kind}; {about}", WIDTH)
     if total.change is not None and total.verdict != total.change:
         lines.append(f"{total.change} on these prompts; a kind of prompt that they lack may outweigh it")
     corrected = ["results"] * (num_results > 2) + ["categories"] * bool(comparison.categories)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_better_result_is_found_in_total_and_by_category(files: Path) -> None:
+    """192 prompts, 64 in each category."""
+    write(files, "old.json", document("old", count=192))
+    write(files, "new.json", document("new", gain=0.4, count=192))
     outcome = support.run_main("compare", "old.json", "new.json", "--json")
     (found,) = json.loads(outcome.out)["comparisons"]
     assert found["is_paired"]
@@ -95,7 +99,7 @@ def test_a_better_result_is_found_in_total_and_by_category(files: Path) -> None:
     assert found["interval"]["low"] < 0.4 < found["interval"]["high"]
     assert found["difference"] == pytest.approx(0.4, abs=0.05)
     assert {line["verdict"] for line in found["categories"].values()} == {"higher"}
-    assert {line["num_conversations"] for line in found["categories"].values()} == {12}
+    assert {line["num_conversations"] for line in found["categories"].values()} == {64}
     assert outcome.err == ""
 
 
@@ -131,7 +135,21 @@ def test_different_prompts_are_refused_by_name(files: Path) -> None:
     assert found["num_conversations"] == 30
 
 
+def test_few_prompts_are_tested_but_have_no_interval(files: Path) -> None:
+    """On 36 prompts a gain of 0.4 is no luck. A kind of prompt that they lack may outweigh it, but not a gain of 3."""
+    for name, gain, verdict in (("new", 0.4, "undecided"), ("best", 3.0, "higher")):
+        write(files, f"{name}.json", document(name, gain=gain))
+        outcome = support.run_main("compare", "old.json", f"{name}.json", "--json")
+        (found,) = json.loads(outcome.out)["comparisons"]
+        assert (found["verdict"], found["interval"]) == (verdict, None)
+        assert found["p_value"] < 0.001
+        assert re.findall(r"\d+", found["reason"]) == ["36", "64"]
+    assert "[" not in support.run_main("compare", "old.json", "new.json").out.split("category")[0]
+
+
 def test_without_pairs_a_small_gain_is_not_found(files: Path) -> None:
+    write(files, "old.json", document("old", count=192))
+    write(files, "new.json", document("new", gain=0.1, count=192))
     (found,) = json.loads(support.run_main("compare", "old.json", "new.json", "--unpaired", "--json").out)[
         "comparisons"
     ]
