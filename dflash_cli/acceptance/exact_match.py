@@ -20,8 +20,8 @@ BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 END_OF_THINKING = "</think>"
 MARK = "####"
-MIN_CHANGED = 12
-"""Fewest prompts that change between right and wrong, for an interval of the difference of two shares."""
+MIN_PAIRS = 200
+"""Fewest distinct prompts with an interval of the difference: with 64 of which few change, it covers 99 of 100."""
 
 
 def final_number(text: str) -> Decimal | None:
@@ -56,7 +56,7 @@ class PlainMatch:
     num_only_draft: Annotated[int, "prompts answered right only with the draft"]
     num_only_plain: Annotated[int, "prompts answered right only without the draft"]
     num_same_text: int
-    difference_interval: Annotated[Interval | None, "null with too few prompts, or if few of them change"]
+    difference_interval: Annotated[Interval | None, "null with fewer than 200 prompts"]
 
     @property
     @computed_key
@@ -147,7 +147,7 @@ def _pair(pairs: Sequence[tuple[Answer, Answer]], confidence: float) -> PlainMat
         num_only_plain=only_plain,
         num_same_text=sum(answer.output.token_ids == other.output.token_ids for answer, other in pairs),
         difference_interval=paired_share_interval(both, only_plain, only_draft, len(pairs), confidence)
-        if is_enough and only_plain + only_draft >= MIN_CHANGED
+        if len(pairs) >= MIN_PAIRS
         else None,
     )
 
