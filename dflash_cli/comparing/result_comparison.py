@@ -192,7 +192,7 @@ def _compare(base: MeasuredResult, other: MeasuredResult, confidence: float, *, 
     lines: list[Contrast] = []
     if no_rows is None:
         total = _contrast(None, pairs, confidence, is_paired=is_paired)
-        categories = {item.category for pair in pairs for item in pair if item is not None}
+        categories = set(map(_category, pairs))
         lines = [
             _contrast(name, [pair for pair in pairs if _category(pair) == name], confidence, is_paired=is_paired)
             for name in sorted(filter(None, categories))

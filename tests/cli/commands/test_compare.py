@@ -60,6 +60,7 @@ def complete(whole: dict[str, Any], name: str, rows: list[dict[str, Any]], setti
         "per_pos_intervals": [None] * 7,
         "per_pos_conditional_intervals": [None] * 7,
         "conversations": rows,
+        "num_distinct_prompts": len({row["digest"] for row in rows}),
         "settings": {
             "draft": name,
             "target": "org/target",
@@ -147,6 +148,16 @@ def test_few_prompts_are_tested_but_have_no_interval(files: Path) -> None:
     assert "[" not in support.run_main("compare", "old.json", "new.json").out.split("category")[0]
 
 
+def test_a_category_that_one_result_names_otherwise_is_the_first_ones(files: Path) -> None:
+    renamed = document("renamed")
+    for row in renamed["conversations"]:
+        row["category"] = "a|b\n<script>" if row["category"] == "code" else row["category"]
+    write(files, "renamed.json", renamed)
+    outcome = support.run_main("compare", "old.json", "renamed.json", "--json")
+    assert outcome.code == 0, outcome.err
+    assert set(json.loads(outcome.out)["comparisons"][0]["categories"]) == set(CATEGORIES)
+
+
 def test_without_pairs_a_small_gain_is_not_found(files: Path) -> None:
     write(files, "old.json", document("old", count=192))
     write(files, "new.json", document("new", gain=0.1, count=192))
@@ -161,12 +172,12 @@ def test_a_prompt_that_comes_twice_is_one_unit(files: Path) -> None:
     twice = document("twice")
     for row in twice["conversations"]:
         row["digest"] = f"digest {int(row['digest'].split()[1]) % 18}"
-    write(files, "twice.json", twice)
+    write(files, "twice.json", twice | {"num_distinct_prompts": 18})
     (found,) = json.loads(support.run_main("compare", "twice.json", "twice.json", "--json").out)["comparisons"]
     assert (found["verdict"], found["num_conversations"]) == ("same", 18)
     for row in twice["conversations"]:
         row["digest"] = f"digest {int(row['digest'].split()[1]) % 4}"
-    write(files, "four.json", twice)
+    write(files, "four.json", twice | {"num_distinct_prompts": 4})
     (found,) = json.loads(support.run_main("compare", "four.json", "four.json", "--json").out)["comparisons"]
     assert (found["verdict"], found["interval"], found["num_conversations"]) == (None, None, 4)
 
@@ -275,6 +286,7 @@ def test_the_gate_refuses_results_that_were_measured_otherwise(files: Path) -> N
     ("num_accepted_tokens", 10**6),
     ("per_pos_accepted", [1] * 7),
     ("histogram", [0] * 8),
+    ("num_distinct_prompts", 64),
 ])  # fmt: skip
 def test_a_file_whose_figures_contradict_each_other_is_refused(files: Path, field: str, value: Any) -> None:
     write(files, "odd.json", document("odd") | {field: value})
@@ -282,7 +294,10 @@ def test_a_file_whose_figures_contradict_each_other_is_refused(files: Path, fiel
     assert (outcome.code, outcome.error_id) == (2, "contradictory-result")
 
 
-@pytest.mark.parametrize(("field", "value"), [("num_tokens", 10**4), ("num_tokens", 1), ("num_steps", 21)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_tokens", 10**4), ("num_tokens", 1), ("num_steps", 21), ("num_far_tokens", 10**6), ("num_far_steps", 10**6)],
+)
 def test_rows_that_contradict_the_totals_are_refused(files: Path, field: str, value: int) -> None:
     odd = document("odd")
     odd["conversations"][0][field] = value
