@@ -69,7 +69,7 @@ class SideBySide:
 
 
 def _no_interval(difference: AcceptanceDifference | None, num_prompts: int) -> Notice | None:
-    """Return why a difference of ratios has no interval. The rule of three needs lengths, and a share is none."""
+    """Return why the interval of a difference of ratios is missing. The rule of three applies to lengths only."""
     if difference is not None and not difference.error:
         return Notice("no prompt differs from the others", id="no-prompt-differs")
     return no_interval(difference, num_prompts)

@@ -21,7 +21,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 END_OF_THINKING = "</think>"
 MARK = "####"
 MIN_PAIRS = 200
-"""Fewest distinct prompts with an interval of the difference: with 64 of which few change, it covers 99 of 100."""
+"""Fewest distinct prompts with an interval of the difference. If few of 64 answers change, it covers 99 of 100."""
 
 
 def final_number(text: str) -> Decimal | None:

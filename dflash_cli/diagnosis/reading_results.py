@@ -50,7 +50,7 @@ class ReadingResult:
     acceptance_len: float
     difference: float
     interval: Annotated[Interval | None, "of the difference, on new prompts"] = None
-    no_interval: Annotated[str | None, NOT_REQUIRED, "why the difference on new prompts has no interval"] = None
+    no_interval: Annotated[str | None, NOT_REQUIRED, "why the interval is missing"] = None
     p_value: Annotated[float | None, NOT_REQUIRED, "of no difference, on new prompts"] = None
     num_prompts: int = 0
     score: Annotated[Score, HIDDEN] = UNSCORED

@@ -76,7 +76,7 @@ class AcceptanceDifference:
 
     @property
     def no_interval(self) -> Notice | None:
-        """Why there is no interval, or None if there is one."""
+        """Why the interval is missing, or None."""
         reason = why_no_interval(self.num_prompts, MIN_FOR_INTERVAL if self.is_paired else MIN_FOR_HARD_INTERVAL)
         few_differ = self.error and self.num_differing < MIN_DIFFERING and self.num_prompts < MIN_FOR_HARD_INTERVAL
         if reason is not None or not few_differ:
@@ -115,8 +115,8 @@ class AcceptanceDifference:
     def outweighs_unseen(self) -> bool:
         """Whether the sign stays if the sample lacks a kind of prompt that speaks against it.
 
-        One more prompt of mean size, on which the better side has no accepted token, stands for this kind. Samples
-        large enough for an interval rarely lack a kind that matters.
+        One more prompt of mean size stands for this kind. The better side rejects all its draft tokens. Samples large
+        enough for an interval rarely lack a kind that matters.
         """
         if self.num_prompts >= MIN_FOR_INTERVAL:
             return True
@@ -170,7 +170,7 @@ class AcceptanceDifference:
 
 
 def no_interval(difference: AcceptanceDifference | None, num_prompts: int, least: int = MIN_FOR_TEST) -> Notice | None:
-    """Return why a difference has no interval. A difference of fewer than `least` prompts is None."""
+    """Return why the interval of a difference is missing. A difference of fewer than `least` prompts is None."""
     if difference is not None:
         return difference.no_interval
     return why_no_test(num_prompts, least) or Notice("too few prompts have verify steps", id="no-steps")

@@ -19,12 +19,12 @@ MIN_FOR_TEST = 12
 
 
 def why_no_interval(num_prompts: int, least: int = MIN_FOR_INTERVAL) -> Notice | None:
-    """Return why this number of distinct prompts has no interval, or None if it is large enough."""
+    """Return why this number of distinct prompts is too small for an interval, or None."""
     return _too_few(num_prompts, least, "an interval")
 
 
 def why_no_test(num_prompts: int, least: int = MIN_FOR_TEST) -> Notice | None:
-    """Return why two results on this number of distinct prompts are not tested, or None if it is large enough."""
+    """Return why this number of distinct prompts is too small for a test of two results, or None."""
     return _too_few(num_prompts, least, "a test")
 
 

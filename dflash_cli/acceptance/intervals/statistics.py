@@ -200,7 +200,7 @@ def running_interval(sample: StepCounts) -> tuple[float, float] | None:
 
 
 def _why_none(num_units: int, num_resamples: int) -> Notice | None:
-    """Return why there is no interval, or None if there is one."""
+    """Return why the interval is missing, or None."""
     reason = why_no_interval(num_units)
     return Notice("no bootstrap was requested", id="no-bootstrap") if reason is None and not num_resamples else reason
 

@@ -64,7 +64,7 @@ def test_the_script_prints_its_tables(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_samples_that_may_lack_a_kind_miss_their_coverage() -> None:
-    """The reason for MIN_FOR_INTERVAL: if 6% of answers loop, samples of 32 prompts often have none."""
+    """The reason for MIN_FOR_INTERVAL: if 6% of answers loop, samples of 32 prompts often lack them."""
     options = argparse.Namespace(replications=500, bootstrap=500, methods=["widened"])
     assert coverage.measure(options, "loops", 1, 32)[0] < 91
 

@@ -103,7 +103,7 @@ def test_an_interval_needs_enough_conversations_and_is_repeatable() -> None:
 
 
 def test_rates_that_few_prompts_reach_have_no_interval() -> None:
-    """63 of 64 prompts reach position 2, so its conditional rate has no interval; its share of all steps has one."""
+    """63 of 64 prompts reach position 2, so only its share of all steps has an interval."""
     outputs = [output([1 + index % 3 + (index > 0)]) for index in range(64)]
     summary = summarise(outputs, 7, num_resamples=50)
     assert summary.per_pos_intervals[1] is not None
