@@ -181,7 +181,7 @@ def speedup(
 def _log_widths(counts: TokenCounts, known: Interval | None, confidence: float) -> tuple[float, float] | None:
     """Return how far the log length may be below and above; None with too few prompts for a test.
 
-    `known` is the length's interval of another confidence. With few prompts it is None, and the delta method replaces it.
+    `known` is the length's interval of another confidence. If it is None, the delta method replaces it.
     """
     import numpy as np
 

@@ -137,7 +137,7 @@ def test_different_prompts_are_refused_by_name(files: Path) -> None:
 
 
 def test_few_prompts_are_tested_but_have_no_interval(files: Path) -> None:
-    """On 36 prompts a gain of 0.4 is significant. A kind of prompt that they lack may outweigh it, but not a gain of 3."""
+    """On 36 prompts a gain of 0.4 is significant. A lacking kind of prompt may outweigh it, but not a gain of 3."""
     for name, gain, verdict in (("new", 0.4, "undecided"), ("best", 3.0, "higher")):
         write(files, f"{name}.json", document(name, gain=gain))
         outcome = support.run_main("compare", "old.json", f"{name}.json", "--json")
