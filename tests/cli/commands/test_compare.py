@@ -306,6 +306,18 @@ def test_rows_that_contradict_the_totals_are_refused(files: Path, field: str, va
     assert (outcome.code, outcome.error_id) == (2, "malformed-result")
 
 
+def test_a_row_longer_than_a_block_is_refused_though_the_totals_agree(files: Path) -> None:
+    odd = document("odd")
+    first, *others = odd["conversations"]
+    for row in others:
+        if first["num_tokens"] <= 8 * first["num_steps"]:
+            first["num_tokens"] += row["num_tokens"] - row["num_steps"]
+            row["num_tokens"] = row["num_steps"]
+    write(files, "odd.json", odd)
+    outcome = support.run_main("compare", "old.json", "odd.json")
+    assert (outcome.code, outcome.error_id) == (2, "malformed-result")
+
+
 def test_too_few_prompts_are_no_verdict_and_no_passed_gate(files: Path) -> None:
     for name in ("a", "b"):
         write(files, f"{name}.json", document(name, count=11))
