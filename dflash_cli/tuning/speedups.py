@@ -190,7 +190,8 @@ def _log_widths(counts: TokenCounts, known: Interval | None, confidence: float) 
     units = np.array([[counts]], dtype=float)
     wider, length = 1.0, float(estimate(units)[0])
     if known is None:
-        known = Interval(*map(float, linear_bounds(units, confidence=confidence)[0]), confidence)
+        low, high = linear_bounds(units, confidence=confidence)[0].tolist()
+        known = Interval(low, high, confidence)
     elif known.confidence != confidence:
         wider = float(tail_widths(units, confidence)[0] / tail_widths(units, known.confidence)[0])
     low = max(known.low, 1.0)  # a step commits at least one token
