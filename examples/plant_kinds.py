@@ -53,7 +53,7 @@ PAIRS = Path(__file__).parent.parent / "tests" / "data" / "pairs"
 Cell = tuple[str, str, str]
 """Family, kind and strength."""
 
-BUDGET = SearchBudget(num_prompts=8, max_new_tokens=40, lead_len=24, num_resamples=1000)
+BUDGET = SearchBudget(num_prompts=8, max_new_tokens=40, lead_len=24)
 SOUND = "as it is"
 COSTS = 0.1
 

@@ -234,12 +234,12 @@ def with_fewer_prompts(shown: Shown) -> str:
     """The command with fewer prompts. A gate that the page shows as met gets a threshold that is met."""
     words = shlex.split(shown.line, comments=True)
     if "dump" in words:
-        return f"{shown.line} --num-prompts 12 -n 16"
+        return f"{shown.line} -n 12"
     if "replay" in words:
         return shown.line
     if "eval-acceptance" in words:
         gate = " --min-acceptance 1" if "--min-acceptance" in words and shown.code == 0 else ""
-        return f"{shown.line.partition(' #')[0]} --num-prompts 12 -n 16{gate}"
+        return f"{shown.line.partition(' #')[0]} -n 12{gate}"
     if "bench" in words:
         return shown.line.replace("-n 32", "-n 12")
     if "diagnose" in words:

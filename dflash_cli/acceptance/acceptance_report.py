@@ -12,10 +12,9 @@ from dflash_cli.acceptance.disaggregated import TITLE, Disaggregation
 from dflash_cli.acceptance.draft_confidence import TITLE as CONFIDENCE_TITLE
 from dflash_cli.acceptance.draft_confidence import DraftConfidence
 from dflash_cli.acceptance.exact_match import ExactMatch
-from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
+from dflash_cli.acceptance.intervals.enough_prompts import why_no_interval
 from dflash_cli.acceptance.intervals.statistics import (
     DEFINITIONS,
-    MIN_FOR_POSITIONS,
     Anchors,
     Interval,
     Summary,
@@ -34,6 +33,8 @@ MEANING = "tokens per verify step, in whole blocks, the target's own included (a
 PAST_END = 0.95
 """If the answers keep a smaller share of the counted tokens, the legend gives the length up to their ends too."""
 REJECTED = "tokens most often rejected"
+CONFIDENCE = 0.95
+"""Confidence of the limit that a result without an interval states."""
 BAR_WIDTH = 24
 NAME_WIDTH = 16
 SHOWN_TOKENS, SHOWN_REPLACEMENTS = 10, 2
@@ -137,11 +138,10 @@ def legend(evaluation: Evaluation) -> str:
     ]
     if interval is not None:
         lines[1] += f"; in brackets, the {100 * interval.confidence:g}% interval over prompts"
-        if evaluation.total.num_units < MIN_FOR_POSITIONS:
-            lines.append(f"intervals of positions need {MIN_FOR_POSITIONS} or more distinct prompts")
-        lines.append(limit_text(evaluation.total.num_units, interval.confidence))
     else:
         lines[1] += f"; no interval: {evaluation.total.acceptance_len_no_interval}"
+    if evaluation.total.num_units:
+        lines.append(limit_text(evaluation.total.num_units, CONFIDENCE if interval is None else interval.confidence))
     lines += past_end(evaluation.total)
     if evaluation.anchors is not None:
         anchors = evaluation.anchors
@@ -233,7 +233,7 @@ def _condition_table(evaluation: Evaluation) -> Table:
             str(item.summary.num_conversations),
             "-" if item.prompt_len is None else f"{item.prompt_len:.0f}",
             item.summary.length_text,
-            "" if item.difference_interval is None else value_text(item.difference, item.difference_interval, "+.2f"),
+            "" if item.difference is None else value_text(item.difference, item.difference_interval, "+.2f"),
         )
         for item in evaluation.conditions
     ]
@@ -246,7 +246,8 @@ def _category_table(evaluation: Evaluation) -> Table:
             shorten(name, NAME_WIDTH),
             str(summary.num_conversations),
             str(summary.counts.num_drafts),
-            summary.length_text + (" (too few prompts)" if 0 < summary.num_units < MIN_UNITS else ""),
+            summary.length_text
+            + (" (too few prompts)" if summary.num_units and why_no_interval(summary.num_units) else ""),
         )
         for name, summary in evaluation.categories.items()
     ]

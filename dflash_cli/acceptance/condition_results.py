@@ -6,11 +6,11 @@ from statistics import fmean
 from typing import Annotated
 
 from dflash_cli.acceptance.conversation_counts import count_conversations, distinct_prompts
-from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference
+from dflash_cli.acceptance.intervals.acceptance_difference import no_interval, paired_difference
 from dflash_cli.acceptance.intervals.statistics import Interval, Summary
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.conditions import Condition
-from dflash_runtime.documents import INLINE
+from dflash_runtime.documents import INLINE, NOT_REQUIRED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class ConditionResult:
         None
     )
     difference_interval: Interval | None = None
+    difference_no_interval: Annotated[str | None, NOT_REQUIRED, "why the difference has no interval"] = None
 
 
 def compare_conditions(
@@ -56,6 +57,7 @@ def compare_conditions(
                 num_pairs=0 if is_first else len(shared),
                 difference=difference.value if difference is not None else None,
                 difference_interval=difference.interval if difference is not None else None,
+                difference_no_interval=None if is_first else no_interval(difference, len(sides[0])),
             )
         )
     return tuple(found)

@@ -44,6 +44,9 @@ class ConversationCounts:
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value < math.inf:  # counts may come from another program's file
                 raise ValueError(f"{name} of {self.name}: found {value!r}, expected a number, 0 or more")
+        for far, all_of_them in (("num_far_tokens", self.num_tokens), ("num_far_steps", self.num_steps)):
+            if getattr(self, far) > all_of_them:
+                raise ValueError(f"{far} of {self.name}: found {getattr(self, far)!r}, expected {all_of_them} at most")
 
     @classmethod
     def of_turns(

@@ -148,9 +148,9 @@ def _decay(conversations: Sequence[ConversationCounts], pair: str) -> CurveShape
     far = [(item.num_far_tokens, item.num_far_steps) for item in both]
     found = paired_difference(near, far, CONFIDENCE)
     before, after = tokens_per_step(near), tokens_per_step(far)
-    if found is None or before is None or after is None:
+    if found is None or before is None or after is None or found.p_value >= 1 - CONFIDENCE:
         return None
-    if found.interval.high >= 0 or after - 1 >= DECAY * (before - 1):
+    if after - 1 >= DECAY * (before - 1):
         return None
     return CurveShape(
         name="decay with context",

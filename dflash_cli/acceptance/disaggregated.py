@@ -3,12 +3,19 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts, paired_difference, tokens_per_step
+from dflash_cli.acceptance.intervals.acceptance_difference import (
+    AcceptanceDifference,
+    TokenCounts,
+    no_interval,
+    paired_difference,
+    tokens_per_step,
+)
 from dflash_cli.acceptance.intervals.statistics import Interval, value_text
 from dflash_cli.terminal.options import CarrierName
 from dflash_cli.terminal.shown import Table
-from dflash_runtime.documents import computed_key
+from dflash_runtime.documents import NOT_REQUIRED, computed_key
 from dflash_runtime.errors import GateFailed
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
 TITLE = "prefill and decode in two engines, and in one"
@@ -24,6 +31,10 @@ class SideBySide:
     one_engine: float | None
     disaggregated: float | None
     difference_interval: Interval | None
+    no_interval: Annotated[str | None, NOT_REQUIRED, "why the difference has no interval"] = None
+    has_fallen: Annotated[bool, NOT_REQUIRED, "whether it is lower with two engines, by more than luck explains"] = (
+        False
+    )
 
     @classmethod
     def compare(cls, one: TokenCounts, two: TokenCounts, *, confidence: float) -> "SideBySide":
@@ -32,7 +43,9 @@ class SideBySide:
         return cls(
             one_engine=tokens_per_step(one),
             disaggregated=tokens_per_step(two),
-            difference_interval=difference.student_interval if difference is not None else None,
+            difference_interval=difference.interval if difference is not None and difference.error else None,
+            no_interval=_no_interval(difference, len(one)),
+            has_fallen=difference is not None and difference.value < 0 and difference.p_value < 1 - confidence,
         )
 
     @property
@@ -44,11 +57,6 @@ class SideBySide:
         return self.disaggregated - self.one_engine
 
     @property
-    def has_fallen(self) -> bool:
-        """Whether the ratio is lower with two engines, by more than chance explains."""
-        return self.difference_interval is not None and self.difference_interval.high < 0
-
-    @property
     def text(self) -> str:
         """`3.44 -> 2.31 (-1.13 [-1.31, -0.95])`."""
         change = f" ({self.change})" if self.change else ""
@@ -58,6 +66,13 @@ class SideBySide:
     def change(self) -> str:
         """`-1.13 [-1.31, -0.95]`; without an interval if too few prompts were measured."""
         return "" if self.difference is None else value_text(self.difference, self.difference_interval, "+.3f")
+
+
+def _no_interval(difference: AcceptanceDifference | None, num_prompts: int) -> Notice | None:
+    """Return why the interval of a difference of ratios is missing. The rule of three applies to lengths only."""
+    if difference is not None and not difference.error:
+        return Notice("no prompt differs from the others", id="no-prompt-differs")
+    return no_interval(difference, num_prompts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

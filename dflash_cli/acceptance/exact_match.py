@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any
 
+from dflash_cli.acceptance.intervals.enough_prompts import why_no_interval
 from dflash_cli.acceptance.intervals.proportions import mcnemar_p_value, paired_share_interval, wilson_interval
-from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
 from dflash_cli.acceptance.intervals.statistics import Interval, value_text
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.prompts import PromptRow
-from dflash_runtime.documents import Limits, computed_key
+from dflash_runtime.documents import NOT_REQUIRED, Limits, computed_key
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import FinishReason
 
@@ -20,6 +20,8 @@ BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 END_OF_THINKING = "</think>"
 MARK = "####"
+MIN_PAIRS = 200
+"""Fewest distinct prompts with an interval of the difference. If few of 64 answers change, it covers 99 of 100."""
 
 
 def final_number(text: str) -> Decimal | None:
@@ -54,7 +56,7 @@ class PlainMatch:
     num_only_draft: Annotated[int, "prompts answered right only with the draft"]
     num_only_plain: Annotated[int, "prompts answered right only without the draft"]
     num_same_text: int
-    difference_interval: Annotated[Interval | None, "null with too few prompts"]
+    difference_interval: Annotated[Interval | None, "null with fewer than 200 prompts"]
 
     @property
     @computed_key
@@ -88,16 +90,17 @@ class ExactMatch:
     num_correct: int
     num_cut: Annotated[int, "answers that the token limit ended, possibly before their final number"]
     interval: Interval | None
+    no_interval: Annotated[str | None, NOT_REQUIRED, "why the shares have no interval"] = None
     plain: Annotated[PlainMatch | None, "the same prompts without the draft, if they were asked"] = None
 
     @property
     def lines(self) -> list[str]:
         """The result in words."""
-        few = "; too few prompts for an interval" if self.interval is None else ""
+        few = [f"  no interval: {self.no_interval}"] if self.no_interval is not None else []
         under = f" ({self.condition})" if self.condition is not None else ""
         cut = f"; {plural(self.num_cut, 'answer')} cut before the end" if self.num_cut else ""
-        found = f"exact match{under} {_share(self.num_correct, self.num_scored, self.interval)}{few}{cut}"
-        return [found, *(self.plain.lines if self.plain is not None else ())]
+        found = f"exact match{under} {_share(self.num_correct, self.num_scored, self.interval)}{cut}"
+        return [found, *few, *(self.plain.lines if self.plain is not None else ())]
 
 
 def score(answers: Sequence[Answer], confidence: float) -> tuple[ExactMatch, ...]:
@@ -120,18 +123,20 @@ def _score(
 ) -> ExactMatch:
     pairs = [(answer, plain[_key(answer.row)]) for answer in answers if _key(answer.row) in plain]
     num_correct = sum(map(_is_right, answers))
+    reason = why_no_interval(len(answers))
     return ExactMatch(
         condition=condition,
         num_scored=len(answers),
         num_correct=num_correct,
         num_cut=sum(answer.output.finish_reason is FinishReason.LENGTH for answer in answers),
-        interval=wilson_interval(num_correct, len(answers), confidence) if len(answers) >= MIN_UNITS else None,
+        interval=wilson_interval(num_correct, len(answers), confidence) if reason is None else None,
+        no_interval=reason,
         plain=_pair(pairs, confidence) if pairs else None,
     )
 
 
 def _pair(pairs: Sequence[tuple[Answer, Answer]], confidence: float) -> PlainMatch:
-    is_enough = len(pairs) >= MIN_UNITS
+    is_enough = why_no_interval(len(pairs)) is None
     right = [(_is_right(answer), _is_right(other)) for answer, other in pairs]
     both, only_draft, only_plain = (right.count(item) for item in ((True, True), (True, False), (False, True)))
     return PlainMatch(
@@ -142,7 +147,7 @@ def _pair(pairs: Sequence[tuple[Answer, Answer]], confidence: float) -> PlainMat
         num_only_plain=only_plain,
         num_same_text=sum(answer.output.token_ids == other.output.token_ids for answer, other in pairs),
         difference_interval=paired_share_interval(both, only_plain, only_draft, len(pairs), confidence)
-        if is_enough
+        if len(pairs) >= MIN_PAIRS
         else None,
     )
 

@@ -12,7 +12,7 @@ from dflash_cli.acceptance.condition_results import compare_conditions
 from dflash_cli.acceptance.conversation_counts import count_conversations, distinct_prompts
 from dflash_cli.acceptance.draft_confidence import find_confidence
 from dflash_cli.acceptance.exact_match import score
-from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
+from dflash_cli.acceptance.intervals.enough_prompts import MIN_FOR_INTERVAL
 from dflash_cli.acceptance.intervals.statistics import Summary, summarise
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.acceptance.rejected_tokens import find_rejected
@@ -153,13 +153,13 @@ def check_summary(total: Summary, minimum: float, condition: str = "", *, use_lo
     interval = total.acceptance_len_interval
     lower = interval.low if interval is not None else None
     value = lower if use_lower_bound else total.counts.acceptance_len
-    if value is None and 0 < total.num_units < MIN_UNITS and use_lower_bound:
+    if value is None and 0 < total.num_units < MIN_FOR_INTERVAL and use_lower_bound:
         raise GateFailed(
-            f"{name}: {plural(total.num_units, 'distinct prompt')} measured, expected {MIN_UNITS} or more",
+            f"{name}: {plural(total.num_units, 'distinct prompt')} measured, expected {MIN_FOR_INTERVAL} or more",
             id="too-few-prompts",
             field="num_prompts",
             found=total.num_units,
-            expected=f"{MIN_UNITS} or more",
+            expected=f"{MIN_FOR_INTERVAL} or more",
             hint="measure more prompts, or use --gate point",
         )
     if value is None:

@@ -231,12 +231,9 @@ def _say(text: str, indent: str) -> None:
 def _print_search(search: "ReadingSearch") -> None:
     rows = [("its config as it is", f"{search.acceptance_len:.2f}", "", "")]
     for item in search.readings[:SHOWN_READINGS]:
-        interval = item.interval
-        span = "" if item.num_prompts else "estimated"
-        if interval is not None:
-            span = f"{interval.low:+.2f} to {interval.high:+.2f} ({item.num_prompts} new prompts)"
-        rows.append((item.reading, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", span))
-    console.table(("draft run with", "tokens", "change", "interval of the change"), rows)
+        tested = item.gain_text if item.p_value is not None else ("" if item.num_prompts else "estimated")
+        rows.append((item.reading, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", tested))
+    console.table(("draft run with", "tokens", "change", "tested on new prompts"), rows)
     rest = search.num_readings - len(rows) + 1
     if rest > 0:
         console.result(f"{INDENT}and {rest} other settings, which are not better")

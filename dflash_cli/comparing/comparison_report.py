@@ -1,5 +1,6 @@
 """Comparisons as JSON and as tables of at most 80 columns."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
@@ -14,6 +15,7 @@ from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
+WIDTH = 80
 
 
 def letter(place: int) -> str:
@@ -47,17 +49,26 @@ def headline(comparison: Comparison, place: int) -> str:
     if total.difference is None:
         return f"{start}not known"
     change = f"{start}{value_text(total.difference, total.interval, '+.3f')}"
-    sure = "no interval" if total.interval is None else f"p {p_value_text(total.p_value, '= ')}, {total.verdict}"
-    return f"{change}, {sure}"
+    none = ", no interval" if total.interval is None else ""
+    sure = f", p {p_value_text(total.p_value, '= ')}, {total.verdict}" if total.estimate is not None else ""
+    return f"{change}{none}{sure}"
 
 
 def how(comparison: Comparison, tolerance: float | None, num_results: int) -> list[str]:
     """Return lines that explain the computation of the difference and the meaning of its verdict."""
     total = comparison.total
-    if total.interval is None:
+    if total.estimate is None:
         return [f"no interval: {total.reason}"]
     kind = "paired by prompt" if comparison.is_paired else "as independent samples"
-    lines = [f"{kind}; in brackets, the {100 * total.interval.confidence:g}% interval"]
+    interval = total.interval
+    about = (
+        f"no interval: {total.reason}"
+        if interval is None
+        else f"in brackets, the {100 * interval.confidence:g}% interval"
+    )
+    lines = textwrap.wrap(f"{kind}; {about}", WIDTH)
+    if total.change is not None and total.verdict != total.change:
+        lines.append(f"{total.change} on these prompts; a kind of prompt that they lack may outweigh it")
     corrected = ["results"] * (num_results > 2) + ["categories"] * bool(comparison.categories)
     if corrected:
         lines.append(f"p is corrected for the number of {' and '.join(corrected)} (Holm)")

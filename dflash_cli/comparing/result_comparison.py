@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts, pool_repeats
 from dflash_cli.acceptance.intervals.acceptance_difference import (
-    MIN_COMPARED,
-    MIN_UNEVEN,
     AcceptanceDifference,
+    fewest_of_sides,
     fewest_prompts,
     holm,
+    no_interval,
     paired_difference,
     tokens_per_step,
     unpaired_difference,
@@ -48,8 +48,8 @@ SAME_BY_DIGEST = {"target": "target_digest"}
 class Contrast:
     """The difference between two results, over all distinct prompts or over the prompts of one category.
 
-    P-values are corrected for the number of compared results, or of categories. `estimate` is None without an
-    interval.
+    P-values are corrected for the number of compared results, or of categories. `estimate` is None if there are too
+    few prompts for a test. An interval needs more prompts than a test.
     """
 
     category: Annotated[str | None, HIDDEN]
@@ -72,23 +72,30 @@ class Contrast:
     @property
     @computed_key
     def interval(self) -> Interval | None:
-        """The interval of the difference."""
+        """The interval of the difference; null if `reason` says why."""
         return self.estimate.interval if self.estimate is not None else None
 
     @property
     @computed_key
     def verdict(self) -> Verdict | None:
-        """Whether the second acceptance length is higher, lower or equivalent; null without an interval."""
+        """Whether the second acceptance length is higher, lower or equivalent; null with too few prompts.
+
+        "higher" and "lower" are about all prompts. Few prompts must differ by enough to outweigh a kind they may lack.
+        """
         if self.estimate is None or self.p_value is None:
             return None
-        error_rate = 1 - self.estimate.confidence
-        if self.equivalence_p_value is not None and self.equivalence_p_value < error_rate:
+        if self.equivalence_p_value is not None and self.equivalence_p_value < 1 - self.estimate.confidence:
             return "equivalent"
         if not self.estimate.num_differing:
             return "same"
-        if self.p_value < error_rate:
-            return "higher" if self.estimate.value > 0 else "lower"
-        return "undecided"
+        return self.change if self.change is not None and self.estimate.outweighs_unseen else "undecided"
+
+    @property
+    def change(self) -> Literal["higher", "lower"] | None:
+        """Whether the second length is higher or lower on these prompts by more than luck; None if it may be luck."""
+        if self.estimate is None or self.p_value is None or self.p_value >= 1 - self.estimate.confidence:
+            return None
+        return "higher" if self.estimate.value > 0 else "lower"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +152,9 @@ def check_comparable(comparisons: Iterable[Comparison], allowed: Sequence[str]) 
 def check_no_regression(comparisons: Iterable[Comparison], tolerance: float | None) -> None:
     """Require that no result is lower than the first, in total or in a category.
 
-    Without a tolerance, a result fails if its length is significantly lower. With a tolerance, it fails unless its
-    interval rules out a larger drop. It also fails if a category is significantly lower and drops by more.
+    Without a tolerance, a result fails if its length is significantly lower on these prompts. With a tolerance, it
+    fails unless its lower bound rules out a larger drop. It also fails if a category is significantly lower and drops
+    by more.
 
     Raises:
         GateFailed: a result fails, or cannot be judged.
@@ -156,7 +164,7 @@ def check_no_regression(comparisons: Iterable[Comparison], tolerance: float | No
         if total.estimate is None:
             raise GateFailed(f"{name}: cannot be judged: {total.reason}", id="cannot-be-judged")
         change = f"{total.estimate.value:+.3f}"
-        if tolerance is None and total.verdict == "lower":
+        if tolerance is None and total.change == "lower":
             text = f"{name}: acceptance length {change} against {item.base.name}"
             raise GateFailed(text, id="lower", field="acceptance_len", found=total.estimate.value)
         if tolerance is not None and total.estimate.lower_bound < -tolerance:
@@ -171,7 +179,7 @@ def check_no_regression(comparisons: Iterable[Comparison], tolerance: float | No
                 "prompts on; measure more prompts, or raise --tolerance",
             )
         for line in item.categories:
-            if line.estimate and line.verdict == "lower" and line.estimate.value < -(tolerance or 0):
+            if line.estimate and line.change == "lower" and line.estimate.value < -(tolerance or 0):
                 text = f"{name}: category {line.category}: acceptance length {line.estimate.value:+.3f}"
                 raise GateFailed(text, id="category-lower", field=line.category, found=line.estimate.value)
 
@@ -184,7 +192,7 @@ def _compare(base: MeasuredResult, other: MeasuredResult, confidence: float, *, 
     lines: list[Contrast] = []
     if no_rows is None:
         total = _contrast(None, pairs, confidence, is_paired=is_paired)
-        categories = {item.category for pair in pairs for item in pair if item is not None}
+        categories = set(map(_category, pairs))
         lines = [
             _contrast(name, [pair for pair in pairs if _category(pair) == name], confidence, is_paired=is_paired)
             for name in sorted(filter(None, categories))
@@ -210,21 +218,18 @@ def _contrast(category: str | None, pairs: Sequence[Pair], confidence: float, *,
     sides = [pool_repeats(item for item in side if item) for side in zip(*pairs, strict=True)]
     base, other = ([(item.num_tokens, item.num_steps) for item in side] for side in sides)
     estimate = (paired_difference if is_paired else unpaired_difference)(base, other, confidence)
-    is_uneven = not is_paired and max(len(base), len(other)) > 2 * min(len(base), len(other)) >= 2 * MIN_COMPARED
-    reason = f"an interval needs {MIN_COMPARED} distinct prompts or more"
-    if is_uneven:
-        reason = f"one sample has over twice as many prompts, so the other needs {MIN_UNEVEN} distinct prompts or more"
+    fewest = min(len(base), len(other))
     return Contrast(
         category=category,
         acceptance_lens=(tokens_per_step(base), tokens_per_step(other)),
-        num_conversations=min(len(base), len(other)),
+        num_conversations=fewest,
         estimate=estimate,
-        reason=None if estimate else reason,
+        reason=no_interval(estimate, fewest, fewest_of_sides(len(base), len(other), is_paired=is_paired)),
     )
 
 
 def correct_p_values(lines: Sequence[Contrast], tolerance: float | None = None) -> list[Contrast]:
-    """Return the lines with p-values, corrected for the number of lines with an interval.
+    """Return the lines with p-values, corrected for the number of lines with a test.
 
     With a tolerance, they also have a p-value of equivalence.
     """

@@ -42,6 +42,9 @@ def read_evaluation(file: ResultFile) -> Evaluation:
     total = evaluation.total
     for name, summary in (("the total", total), *evaluation.categories.items()):
         _check_counts(file, name, summary)
+    num_stated, num_found = total.num_distinct_prompts, len({item.digest for item in evaluation.conversations})
+    if num_stated is not None and num_found and num_stated > num_found:
+        raise _contradiction(file, "num_distinct_prompts", num_stated, num_found)
     stated, found = file.parsed.get("acceptance_len"), total.counts.acceptance_len
     if is_number(stated) and not math.isclose(stated, found or 0, rel_tol=1e-6):
         raise _contradiction(file, "acceptance_len", stated, found)

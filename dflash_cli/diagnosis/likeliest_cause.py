@@ -78,13 +78,11 @@ def _from_reading(best: ReadingResult, findings: Sequence[Finding], again: str) 
     found = next((item for item in findings if item.level == "run"), None)
     where = found.location if found is not None else "the config"
     correction = found.correction if found is not None and found.correction else f"correct {where}"
-    interval = best.interval
-    assert interval is not None
     step = f"{correction} and run {again} again"
     equal = f" (or, with the same result: {'; '.join(best.equal)})" if best.equal else ""
     sentence = (
         f"{best.alternative.cause}: with {best.reading}{equal} a step commits {best.acceptance_len:.2f} tokens instead "
-        f"of {best.own_len:.2f} (interval of the change: {interval.low:+.2f} to {interval.high:+.2f}); {step}"
+        f"of {best.own_len:.2f} ({best.gain_text}); {step}"
     )
     return Diagnosis(True, sentence, step, found.id if found is not None else None)
 

@@ -1,20 +1,21 @@
 """The results of readings: how much a reading gains, and whether the gain explains a draft."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated
 
+from dflash_cli.acceptance.intervals.acceptance_difference import no_interval, paired_difference
 from dflash_cli.acceptance.intervals.statistics import (
     Interval,
     StepCounts,
-    paired_interval,
     pooled_acceptance_len,
+    value_text,
 )
 from dflash_cli.diagnosis.alternatives import ORDERED_TAPS, AlternativeReading
-from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score, SearchBudget
+from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score
 from dflash_cli.diagnosis.weight_rewrites import together
-from dflash_runtime.documents import HIDDEN, computed_key
+from dflash_runtime.documents import HIDDEN, NOT_REQUIRED, computed_key
 
 MIN_GAIN = 0.1
 """The gain in tokens per step from which a reading explains a draft."""
@@ -47,13 +48,15 @@ class ReadingResult:
     """Acceptance under another reading, and its difference from the config's own reading on the same prompts.
 
     If the steps were not counted, the lengths are estimates of the screen and `num_prompts` is 0. Only the reading that
-    was tested on new prompts has an interval, and its lengths are from these prompts.
+    was tested on new prompts has a p-value, and its lengths are from these prompts.
     """
 
     alternative: Annotated[AlternativeReading, HIDDEN]
     acceptance_len: float
     difference: float
     interval: Annotated[Interval | None, "of the difference, on new prompts"] = None
+    no_interval: Annotated[str | None, NOT_REQUIRED, "why the interval is missing"] = None
+    p_value: Annotated[float | None, NOT_REQUIRED, "of no difference, on new prompts"] = None
     num_prompts: int = 0
     score: Annotated[Score, HIDDEN] = UNSCORED
     is_longer: Annotated[bool, HIDDEN] = False
@@ -81,6 +84,13 @@ class ReadingResult:
         return self.acceptance_len - self.difference
 
     @property
+    def gain_text(self) -> str:
+        """`+2.04 on 32 new prompts, p < 0.001`, with the interval of the gain if there are enough prompts."""
+        assert self.p_value is not None
+        chance = "p < 0.001" if self.p_value < 0.001 else f"p = {self.p_value:.3f}"
+        return f"{value_text(self.difference, self.interval, '+.2f')} on {self.num_prompts} new prompts, {chance}"
+
+    @property
     def matters(self) -> bool:
         """Whether the reading accepts enough tokens, and gains enough to explain the draft."""
         share = LEFT_OUT_SHARE if self.alternative.is_neutral else MIN_SHARE
@@ -95,7 +105,7 @@ class ReadingResult:
     @computed_key
     def improves(self) -> bool:
         """Whether the reading matters, and surely gains on new prompts."""
-        return self.matters and self.interval is not None and self.interval.low > 0
+        return self.matters and self.p_value is not None and self.p_value < SIGNIFICANCE
 
     @property
     @computed_key
@@ -226,10 +236,21 @@ def find_best(results: Sequence[ReadingResult]) -> ReadingResult | None:
     return min((item for item in results if item.matters), key=by_loss_and_gain, default=None)
 
 
-def confirm(reading: AlternativeReading, base: StepCounts, other: StepCounts, budget: SearchBudget) -> ReadingResult:
-    """The result of the chosen reading with an interval. The prompts must differ from the prompts that chose it."""
-    found = compare(reading, base, other)
-    interval = paired_interval(
-        base, other, confidence=1 - SIGNIFICANCE, num_resamples=budget.num_resamples, seed=budget.seed
+def pool_by_prompt(counts: StepCounts, prompts: Sequence[Hashable]) -> StepCounts:
+    """Return tokens and steps by distinct prompt, from the counts of texts and the prompt of each text."""
+    found: dict[Hashable, tuple[int, int]] = {}
+    for (tokens, steps), prompt in zip(counts, prompts, strict=True):
+        before = found.get(prompt, (0, 0))
+        found[prompt] = before[0] + tokens, before[1] + steps
+    return list(found.values())
+
+
+def confirm(reading: AlternativeReading, base: StepCounts, other: StepCounts) -> ReadingResult:
+    """The result of the chosen reading with a test. The prompts must differ from the prompts that chose it."""
+    tested = paired_difference(base, other, 1 - SIGNIFICANCE)
+    return replace(
+        compare(reading, base, other),
+        interval=tested.interval if tested is not None else None,
+        no_interval=no_interval(tested, len(base)),
+        p_value=tested.p_value if tested is not None else None,
     )
-    return replace(found, interval=interval)

@@ -15,11 +15,11 @@ number of readings.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
+from dflash_cli.acceptance.intervals.enough_prompts import MIN_FOR_TEST
 from dflash_cli.acceptance.intervals.statistics import StepCounts, pooled_acceptance_len
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.diagnosis.alternatives import (
@@ -42,6 +42,7 @@ from dflash_cli.diagnosis.reading_results import (
     confirm,
     find_best,
     of_different_causes,
+    pool_by_prompt,
 )
 from dflash_cli.diagnosis.run_settings import RunSettings, Score
 from dflash_cli.diagnosis.same_part import is_contesting, readings_of_same_parts
@@ -192,7 +193,7 @@ class Searcher:
             equal = [name for name in equal if name != best.reading][:MAX_EQUAL]
             best = replace(best, doubt=self._case(best, screened, own).doubt(), equal=tuple(equal))
             new = self._new_texts(outputs, best.alternative, is_given=is_given)
-            tested = self._tested(best, new) if new is not None else best
+            tested = self._tested(best, *new) if new is not None else best
             counted = [tested, *(item for item in counted if item.alternative is not best.alternative)]
         length = pooled_acceptance_len(base)
         seen = {id(item.alternative) for item in counted}
@@ -351,15 +352,21 @@ class Searcher:
 
     def _new_texts(
         self, outputs: Sequence[RequestOutput], best: AlternativeReading, *, is_given: bool
-    ) -> "ReadingScreen | None":
-        """Other greedy texts: from other random ids, or further into the given prompts."""
-        given = [output.prompt_token_ids for output in outputs] if is_given else []
+    ) -> "tuple[ReadingScreen, Sequence[Hashable]] | None":
+        """Other greedy texts, and the distinct prompt of each: from other random ids, or further into given prompts.
+
+        Texts of one given prompt resemble each other. So random ids are added to few given prompts.
+        """
+        given = list(dict.fromkeys(output.prompt_token_ids for output in outputs)) if is_given else []
         first = max(self._budget.num_prompts, len(outputs))
-        made = self._runner.make_prompts(range(first, first + max(MIN_TEST_PROMPTS, len(outputs))), given)
+        numbers = range(first, first + max(MIN_TEST_PROMPTS, len(outputs)))
+        num_given = len(given) if len(given) < MIN_FOR_TEST else len(numbers)
+        parts = (numbers[:num_given], given), (numbers[num_given:], ())
+        made = [text for part, starts in parts if part for text in self._runner.make_prompts(part, starts)]
         known = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
         # A confident target may sample the same text twice, or the greedy text.
         new = dict.fromkeys(tuple(prompt) for prompt in made if all(text[: len(prompt)] != prompt for text in known))
-        if len(new) < MIN_UNITS:
+        if len(new) < MIN_FOR_TEST:
             return None
         self._observe(f"{best.name}, tested on {len(new)} new prompts", self._num_planned, self._num_planned)
         written = [
@@ -368,12 +375,16 @@ class Searcher:
             if output.error is None
         ]
         taps = {*self._own.config.target_layer_ids, *best.config.target_layer_ids}
-        return self._runner.screen(written, taps) if len(written) >= MIN_UNITS else None
+        if len(written) < MIN_FOR_TEST:
+            return None
+        starts = [output.prompt_token_ids for output in written]
+        prompts = [next((item for item in given if text[: len(item)] == item), text) for text in starts]
+        return self._runner.screen(written, taps), prompts
 
-    def _tested(self, best: ReadingResult, screen: "ReadingScreen") -> ReadingResult:
+    def _tested(self, best: ReadingResult, screen: "ReadingScreen", prompts: Sequence[Hashable]) -> ReadingResult:
         base = screen.walk(self._runner.build(self._own))
         other = screen.walk(self._runner.build(best.alternative), is_whole=best.is_longer)
-        found = confirm(best.alternative, base, other, self._budget)
+        found = confirm(best.alternative, *(pool_by_prompt(counts, prompts) for counts in (base, other)))
         return replace(found, score=best.score, doubt=best.doubt, is_longer=best.is_longer, equal=best.equal)
 
 

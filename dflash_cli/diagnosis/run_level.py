@@ -156,12 +156,9 @@ def reading_rule(
 
 def gain_in_words(search: "ReadingSearch", best: "ReadingResult") -> str:
     """What the explaining reading gains, and on how many prompts."""
-    interval = best.interval
-    assert interval is not None
     return (
         f"with {best.reading} a step commits {best.acceptance_len:.2f} tokens, with the config as it is "
-        f"{best.own_len:.2f}: {best.difference:+.2f}, 95% interval {interval.low:+.2f} to {interval.high:+.2f}, on "
-        f"{best.num_prompts} new prompts; {search.num_prompts} prompts chose it of {search.num_readings} readings"
+        f"{best.own_len:.2f}: {best.gain_text}; {search.num_prompts} prompts chose it of {search.num_readings} readings"
     )
 
 

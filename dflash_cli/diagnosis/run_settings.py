@@ -50,7 +50,6 @@ class SearchBudget:
     max_new_tokens    tokens that each prompt is continued by
     start_len         random ids at the start of a prompt, if the user gives no prompts
     lead_len          sampled tokens after the start of a prompt
-    num_resamples     resamples of the interval
     factors           the settings to change (`AlternativeReading.factor`); None changes every one
     """
 
@@ -58,7 +57,6 @@ class SearchBudget:
     max_new_tokens: int = 96
     start_len: int = 8
     lead_len: int = 48
-    num_resamples: int = 4000
     seed: int = 0
     factors: frozenset[str] | None = None
 

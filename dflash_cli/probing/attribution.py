@@ -28,7 +28,7 @@ from dflash_cli.probing.token_equality import TokenEquality
 from dflash_runtime.phrases import plural
 
 SLIGHT, MUCH = 0.02, 1.1
-"""A difference of at most a fiftieth is never a fault. Without an interval, a fault needs a difference of a tenth."""
+"""A difference of at most a fiftieth is never a fault. Without a test, a fault needs a difference of a tenth."""
 
 Owner = Literal["checkpoint", "engine", "settings", "none", "undecided"]
 
@@ -148,7 +148,7 @@ def _lower(evidence: Evidence) -> Attribution | None:
 
 def _lower_under_load(evidence: Evidence) -> Attribution | None:
     for item in evidence.loads:
-        if item.total.verdict == "lower" and not _is_slight(item):
+        if item.total.change == "lower" and not _is_slight(item):
             change = value_text(item.total.difference, item.total.interval, "+.3f")
             return Attribution(
                 owner="engine",
@@ -185,9 +185,9 @@ def _checkpoint(evidence: Evidence) -> Attribution | None:
 
 
 def _is_higher(item: Comparison) -> bool:
-    """Whether the other result is certainly higher than the first. Without an interval: by more than a tenth."""
-    if item.total.interval is not None:
-        return item.total.verdict == "higher" and not _is_slight(item)
+    """Whether the other result is higher on these prompts by more than luck. Without a test: by more than a tenth."""
+    if item.total.estimate is not None:
+        return item.total.change == "higher" and not _is_slight(item)
     return item.other.acceptance_len > MUCH * item.base.acceptance_len
 
 

@@ -43,8 +43,8 @@ def legend(found: Probed) -> list[str]:
     interval = found.runs[0].total.acceptance_len_interval
     lines = [MEANING]
     if interval is not None:
-        lines.append(f"in brackets, the {100 * interval.confidence:g}% interval over prompts")
-    return lines
+        return [*lines, f"in brackets, the {100 * interval.confidence:g}% interval over prompts"]
+    return [*lines, *_wrap(f"no interval: {found.runs[0].total.acceptance_len_no_interval}")]
 
 
 def all_tables(found: Probed) -> dict[str, Table]:
@@ -109,7 +109,8 @@ def _difference(item: Comparison) -> str:
 
 
 def _change(item: Comparison) -> str:
-    sure = f", {item.total.verdict}" if item.total.interval is not None else f", no interval: {item.total.reason}"
+    sure = f", {item.total.verdict}" if item.total.verdict is not None else ""
+    sure += f", no interval: {item.total.reason}" if item.total.interval is None else ""
     same = f", {plural(item.total.num_conversations, 'prompt')} in common" if item.is_paired else ""
     return f"{_difference(item)} against the server{sure}{same}"
 

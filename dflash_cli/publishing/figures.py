@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dflash_cli.acceptance.intervals.enough_prompts import MIN_FOR_INTERVAL
 from dflash_cli.comparing.comparison_report import letter
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
 from dflash_cli.publishing.measured_values import MeasuredValue, measured_values
@@ -61,7 +62,7 @@ BY_POSITION = {
         kind="curve",
         title="Conditional acceptance",
         caption="Acceptance rate given that the previous position was accepted. It falls slowly for a sound draft. The "
-        "band is left out if fewer than 32 prompts reached the position.",
+        f"band is left out if fewer than {MIN_FOR_INTERVAL} prompts reached the position.",
         axis="position",
     ),
     "steps_giving": Figure(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from huggingface_hub import EvalResult, ModelCardData
 
 from dflash_cli.acceptance.acceptance_report import MEANING, Evaluation, command_line, headline, past_end
-from dflash_cli.acceptance.intervals.resampling import MIN_UNITS
+from dflash_cli.acceptance.intervals.enough_prompts import MIN_FOR_INTERVAL
 from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
 from dflash_cli.publishing.exports.export_format import name_of
@@ -127,7 +127,7 @@ def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mappi
     withheld = sorted(evaluation.categories.keys() - _published(evaluation).keys())
     if withheld:
         names = as_text(", ".join(withheld))
-        lines += [f"Categories with fewer than {MIN_UNITS} distinct prompts are left out: {names}.", ""]
+        lines += [f"Categories with fewer than {MIN_FOR_INTERVAL} distinct prompts are left out: {names}.", ""]
     lines += ["Share of the steps that accept each position: " + _shares(total), ""]
     lines += ["Measured with " + "; ".join(_conditions(evaluation)) + ".", ""]
     for engine, command in serve_commands.items():
@@ -143,7 +143,7 @@ def _interval_line(total: Summary) -> str:
 
 def _published(evaluation: Evaluation) -> dict[str, Summary]:
     """Return the categories with enough prompts to say something about other prompts."""
-    return {name: item for name, item in evaluation.categories.items() if item.num_units >= MIN_UNITS}
+    return {name: item for name, item in evaluation.categories.items() if item.num_units >= MIN_FOR_INTERVAL}
 
 
 def _rows(evaluation: Evaluation) -> Sequence[Sequence[str]]:

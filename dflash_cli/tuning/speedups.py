@@ -21,7 +21,8 @@ from typing import Annotated, Literal
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.conversation_counts import pool_repeats
 from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts, paired_difference, tokens_per_step
-from dflash_cli.acceptance.intervals.resampling import tail_widths
+from dflash_cli.acceptance.intervals.enough_prompts import why_no_interval, why_no_test
+from dflash_cli.acceptance.intervals.resampling import estimate, linear_bounds, tail_widths
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.round_intervals import half_width
@@ -41,14 +42,18 @@ class Speedup:
     speedup: float
     interval: Annotated[Interval | None, "for all candidates of the batch size together"]
     no_interval: Annotated[str | None, NOT_REQUIRED, "why there is no interval"] = None
+    bounds: Annotated[Interval | None, HIDDEN] = None
 
     @property
     @computed_key
     def payoff(self) -> Payoff:
-        """Whether the candidate is certainly faster or certainly slower than plain decoding."""
-        if self.interval is None or self.interval.low <= 1 <= self.interval.high:
+        """Whether the candidate is certainly faster or certainly slower than plain decoding.
+
+        It is decided from fewer prompts than an interval needs, with room for a kind of prompt that they lack.
+        """
+        if self.bounds is None or self.bounds.low <= 1 <= self.bounds.high:
             return "undecided"
-        return "pays" if self.interval.low > 1 else "does not pay"
+        return "pays" if self.bounds.low > 1 else "does not pay"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,25 +164,48 @@ def speedup(
         return None
     plain = costs.plain[batch]
     value = length * fmean(plain) / fmean(times)
-    of_length, of_times = summary.acceptance_len_interval, _ratio_width(plain, times, confidence)
+    counts = [item for item in _arm(evaluation, category, times)[0] if item[1]]
+    of_times, reason = _ratio_width(plain, times, confidence), summary.acceptance_len_no_interval
+    of_length = _log_widths(counts, summary.acceptance_len_interval, confidence)
     if of_length is None or math.isinf(of_times):
-        reason = summary.acceptance_len_no_interval or "each step time was measured once, and an interval needs more"
+        reason = reason or "each step time was measured once, and an interval needs more"
         return Speedup(candidate=candidate, speedup=value, interval=None, no_interval=reason)
-    wider = _widening(_arm(evaluation, category, times)[0], of_length.confidence, confidence)
-    above = math.hypot(wider * math.log(of_length.high / length), of_times)
-    below = math.hypot(wider * math.log(length / of_length.low), of_times)
-    interval = Interval(value * math.exp(-below), value * math.exp(above), confidence)
-    return Speedup(candidate=candidate, speedup=value, interval=interval)
+    below, above = (math.hypot(width, of_times) for width in of_length)
+    below_unseen, above_unseen = _log_room(length, len(counts))
+    low, high = value * math.exp(-below - below_unseen), value * math.exp(above + above_unseen)
+    bounds = Interval(low, high, confidence)
+    interval = bounds if summary.acceptance_len_interval is not None else None
+    return Speedup(candidate=candidate, speedup=value, interval=interval, no_interval=reason, bounds=bounds)
 
 
-def _widening(counts: TokenCounts, confidence: float, wanted: float) -> float:
-    """Return the width of the acceptance length's interval of confidence `wanted`, relative to the other's."""
+def _log_widths(counts: TokenCounts, known: Interval | None, confidence: float) -> tuple[float, float] | None:
+    """Return how far the log length may be below and above; None with too few prompts for a test.
+
+    `known` is the length's interval of another confidence. If it is None, the delta method replaces it.
+    """
     import numpy as np
 
-    units = np.array([[[item for item in counts if item[1]]]], dtype=float)
-    if confidence == wanted or not units.size:
-        return 1.0
-    return float(tail_widths(units, wanted)[0] / tail_widths(units, confidence)[0])
+    if why_no_test(len(counts)) is not None:
+        return None
+    units = np.array([[counts]], dtype=float)
+    wider, length = 1.0, float(estimate(units)[0])
+    if known is None:
+        low, high = linear_bounds(units, confidence=confidence)[0].tolist()
+        known = Interval(low, high, confidence)
+    elif known.confidence != confidence:
+        wider = float(tail_widths(units, confidence)[0] / tail_widths(units, known.confidence)[0])
+    low = max(known.low, 1.0)  # a step commits at least one token
+    return wider * math.log(length / low), wider * math.log(known.high / length)
+
+
+def _log_room(length: float, num_prompts: int) -> tuple[float, float]:
+    """Return how far the log length falls and rises with one more prompt of mean size: with no accepted token, or free.
+
+    This prompt stands for a kind that few prompts may lack.
+    """
+    if why_no_interval(num_prompts) is None:
+        return 0.0, 0.0
+    return math.log((num_prompts + length) / (num_prompts + 1)), math.log1p(1 / num_prompts)
 
 
 def _arm(evaluation: Evaluation, category: str | None, times: Times | None) -> Arm:

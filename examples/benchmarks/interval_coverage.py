@@ -6,7 +6,8 @@
 
 Each of 10,000 replications draws prompts from a world. Each prompt has its own acceptance probability and its own
 answer lengths. Then an interval of tokens per step is computed. A 95% method should cover the truth in 93 to 97 of 100
-replications; the standard error of a number is 0.25. `verdict_rates.py` measures comparisons in the same worlds.
+replications; the standard error of a number is 0.25. Numbers of prompts without an interval are measured all the same.
+`verdict_rates.py` measures comparisons in the same worlds.
 """
 
 import argparse
@@ -22,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash_cli.acceptance.intervals.resampling import resampled_bounds
-from dflash_cli.acceptance.intervals.statistics import MIN_FOR_POSITIONS
+from dflash_cli.acceptance.intervals.enough_prompts import MIN_FOR_INTERVAL
+from dflash_cli.acceptance.intervals.resampling import linear_bounds, resampled_bounds
 from dflash_cli.acceptance.intervals.student import student_quantile
 
 Floats = NDArray[Any]
@@ -43,7 +44,7 @@ class World:
     """How prompts are drawn: acceptance probability and median answer length of each prompt, and the spread of lengths.
 
     Lengths are log-normal with spread `sigma`, cut at `longest`. With `sigma` 0 all answers have length `longest`. Each
-    prompt is drawn `repeats` times. Below `fewest` prompts, a sample often lacks a kind, and nothing shows it.
+    prompt is drawn `repeats` times.
     """
 
     meaning: str
@@ -51,7 +52,6 @@ class World:
     sigma: float
     longest: int
     repeats: int = 1
-    fewest: int = 12
 
     def draw_kinds(self, rng: Generator, shape: tuple[int, int]) -> tuple[Floats, Floats | float]:
         """Return chance and median length of conversations `[replications, conversations]`, with repeats of prompts."""
@@ -103,7 +103,7 @@ WORLDS = {
     "pareto": World("any chance, Pareto lengths of infinite variance", _pareto(1.5), 1e-9, 1_000_000),
     "pareto-1.2": World("the same, heavier", _pareto(1.2), 1e-9, 1_000_000),
     "repeats": World("like bimodal, each prompt four times", _two_kinds(0.4, 0.95, 0.1), 0.6, 512, repeats=4),
-    "loops": World("6% of answers loop up to the limit", _loops, 0.6, 2048, fewest=64),
+    "loops": World("6% of answers loop up to the limit", _loops, 0.6, 2048),
 }
 
 
@@ -152,6 +152,11 @@ def true_ratio(world: World, num_turns: int, position: int = 0) -> float:
 def widened(units: Floats, num_resamples: int) -> Floats:
     """The method that `dflash` uses."""
     return resampled_bounds(units, confidence=CONFIDENCE, num_resamples=num_resamples, seed=1)
+
+
+def linear(units: Floats, num_resamples: int) -> Floats:
+    """The method of the progress line."""
+    return linear_bounds(units, confidence=CONFIDENCE)
 
 
 def _parts(units: Floats) -> tuple[Floats, Floats, int, Floats]:
@@ -222,6 +227,7 @@ def studentised(units: Floats, num_resamples: int) -> Floats:
 
 METHODS = {
     "widened": widened,
+    "linear": linear,
     "delta-t": delta_t,
     "percentile": percentile,
     "expanded": expanded,
@@ -278,7 +284,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--worlds", type=_words, default=list(WORLDS))
     parser.add_argument("--methods", type=_words, default=["widened"])
-    parser.add_argument("--prompts", type=_words, default=["8", "12", "16", "32", "64", "128"])
+    parser.add_argument("--prompts", type=_words, default=["12", "16", "32", "64", "128"])
     parser.add_argument("--replications", type=int, default=10_000)
     parser.add_argument("--bootstrap", type=int, default=1000)
     options = parser.parse_args()
@@ -295,7 +301,7 @@ def main() -> int:
         columns = [[value[place] for key, value in found.items() if key[2] == count] for count in counts]
         print_row([method, *(f"{min(column):.1f} to {max(column):.1f}" for column in columns)])
     print()
-    counts = [count for count in counts if count >= MIN_FOR_POSITIONS]
+    counts = [count for count in counts if count >= MIN_FOR_INTERVAL]
     print_head(["lowest to highest, by position", *(f"{count} prompts" for count in counts)])
     for name in (name for name in options.worlds if WORLDS[name].repeats == 1):
         columns = [measure_positions(options, name, count) for count in counts]

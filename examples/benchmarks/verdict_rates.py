@@ -4,6 +4,7 @@
     python examples/benchmarks/verdict_rates.py --replications 1000 --worlds heavy
 
 10,000 replications, so the standard error of a rate of 5% is 0.2. A verdict at 95% may be false in at most 5.5 of 100.
+Intervals of differences should cover the truth in 93 to 97 of 100 replications in which they are printed.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from functools import partial
 import numpy as np
 
 from dflash_cli.acceptance.intervals.acceptance_difference import (
+    MIN_DIFFERING,
     MIN_UNEVEN,
     AcceptanceDifference,
     paired_moments,
@@ -38,7 +40,7 @@ from interval_coverage import (
     widened,
 )
 
-PROMPTS = (12, 16, 32, 64, 128)
+PROMPTS = (12, 16, 32, 64, 96, 128)
 LUCK = 0.08
 """Spread of the chance of one prompt between two drafts that are equally good."""
 SHARE, BEFORE, AFTER = 0.05, 4.0, 1.5
@@ -67,7 +69,10 @@ def _fixed(chance: Floats, length: Floats, *_: object) -> tuple[Floats, Floats]:
 
 
 def differences(base: Floats, other: Floats, *, is_paired: bool) -> Iterator[AcceptanceDifference]:
-    """Yield the difference in each replication, as `dflash compare` computes it."""
+    """Yield the difference in each replication, as `dflash compare` computes it.
+
+    Degrees of freedom have three digits here, so that quantiles are computed once.
+    """
     _, error, freedom = (paired_moments if is_paired else unpaired_moments)(base, other)
     first, second = (side.sum(axis=1) for side in (base, other))
     num_prompts = min(base.shape[1], other.shape[1])
@@ -77,22 +82,33 @@ def differences(base: Floats, other: Floats, *, is_paired: bool) -> Iterator[Acc
     rows = (first[:, 0] / first[:, 1], second[:, 0] / second[:, 1], error, freedom, num_differing)
     for was, now, spread, free, count in zip(*(row.tolist() for row in rows), strict=True):
         yield AcceptanceDifference(
-            base=was, other=now, error=spread, freedom=free, confidence=CONFIDENCE, num_prompts=num_prompts,
-            num_differing=count,
+            base=was, other=now, error=spread, freedom=float(f"{free:.3g}"), confidence=CONFIDENCE,
+            num_prompts=num_prompts, num_differing=count, is_paired=is_paired,
         )  # fmt: skip
 
 
-def false_differences(world: World, count: int, replications: int, kind: str) -> float:
-    """Percent of replications in which two equally good drafts are called different."""
-    rng, found = np.random.default_rng(count), []
+def is_called_different(item: AcceptanceDifference) -> bool:
+    """Whether the p-value is below 5%, without computing it."""
+    return abs(item.value) > item.half_width and item.num_differing >= MIN_DIFFERING
+
+
+def covers(found: Sequence[AcceptanceDifference], truth: float) -> float:
+    """Percent of the printed intervals that contain the truth; NaN if fewer than 1 in 20 is printed."""
+    printed = [item.interval.low <= truth <= item.interval.high for item in found if item.interval is not None]
+    return 100 * float(np.mean(printed)) if len(printed) >= len(found) / 20 else math.nan
+
+
+def false_differences(world: World, count: int, replications: int, kind: str) -> tuple[float, float]:
+    """Percent of replications in which two equally good drafts differ by more than luck, and coverage of intervals."""
+    rng, found = np.random.default_rng(count), list[AcceptanceDifference]()
     for part in parts_of(replications):
         if kind == "paired":
             base, other = draw_sides(world, rng, (part, count))
         else:
             sizes = (count, count if kind == "unpaired" else 4 * count)
             base, other = (as_units(draw_counts(world, rng, (part, size), 1))[:, 0] for size in sizes)
-        found += [item.p_value < 1 - CONFIDENCE for item in differences(base, other, is_paired=kind == "paired")]
-    return 100 * float(np.mean(found))
+        found += differences(base, other, is_paired=kind == "paired")
+    return 100 * float(np.mean(list(map(is_called_different, found)))), covers(found, 0)
 
 
 def draw_fall(rng: Generator, shape: tuple[int, int], noise: float) -> tuple[Floats, Floats]:
@@ -107,15 +123,33 @@ def false_passes(count: int, replications: int, noise: float) -> tuple[float, fl
     """Percent of replications in which a gate passes the fall, if its tolerance is just the true fall, and coverage."""
     base, other = (side.sum(axis=(0, 1)) for side in draw_fall(np.random.default_rng(9), (2000, 1000), noise))
     edge = float(base[0] / base[1] - other[0] / other[1])
-    rng, passed, covered = np.random.default_rng(count), [], []
+    rng, found = np.random.default_rng(count), list[AcceptanceDifference]()
     for part in parts_of(replications):
-        for item in differences(*draw_fall(rng, (part, count), noise), is_paired=True):
-            passed.append(item.lower_bound >= -edge or item.equivalence_p_value(edge) < 1 - CONFIDENCE)
-            covered.append(item.interval.low <= -edge <= item.interval.high)
-    return 100 * float(np.mean(passed)), 100 * float(np.mean(covered))
+        found += differences(*draw_fall(rng, (part, count), noise), is_paired=True)
+    passed = [item.lower_bound >= -edge or item.equivalence_p_value(edge) < 1 - CONFIDENCE for item in found]
+    return 100 * float(np.mean(passed)), covers(found, -edge)
 
 
-def false_payoffs(num_candidates: int, num_rounds: int, replications: int, count: int = 24) -> float:
+def draw_trade(rng: Generator, shape: tuple[int, int], noise: float) -> tuple[Floats, Floats]:
+    """Tokens and steps of two drafts that are equal over all prompts. The second loses on few prompts only."""
+    base, other = draw_fall(rng, shape, noise)
+    is_fallen = other[..., 1] == np.rint(200 / AFTER)
+    gained = (200 / BEFORE - SHARE * np.rint(200 / AFTER)) / (1 - SHARE) / (200 / BEFORE)
+    return base, np.stack([other[..., 0], np.where(is_fallen, other[..., 1], other[..., 1] * gained)], axis=-1)
+
+
+def false_trades(count: int, replications: int, noise: float) -> tuple[float, float]:
+    """Percent of replications that call the drafts of `draw_trade` different, one way or the other, and coverage."""
+    rng, found = np.random.default_rng(count), list[AcceptanceDifference]()
+    for part in parts_of(replications):
+        sides = draw_trade(rng, (part, count), noise)
+        for ordered in (sides, sides[::-1]):
+            found += differences(*ordered, is_paired=True)
+    wrong = [is_called_different(item) and item.outweighs_unseen for item in found]
+    return 100 * float(np.mean(wrong)), covers(found, 0)
+
+
+def false_payoffs(num_candidates: int, num_rounds: int, replications: int, count: int = 64) -> float:
     """Percent of replications in which the best of several candidates is said to pay. All are as fast as plain steps.
 
     The candidates have independent prompts, which is the worst case.
@@ -136,25 +170,35 @@ def false_payoffs(num_candidates: int, num_rounds: int, replications: int, count
     return 100 * float(np.mean(found))
 
 
+def print_rates(start: Sequence[str], names: Sequence[str], found: Sequence[Sequence[float]]) -> None:
+    """Print a row for each rate. A rate that was not measured is `-`."""
+    for place, name in enumerate(names):
+        print_row([*start, name, *("-" if math.isnan(item[place]) else f"{item[place]:.1f}" for item in found)])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     names = [name for name, world in WORLDS.items() if world.repeats == 1]
     parser.add_argument("--worlds", type=lambda text: text.split(","), default=names)
     parser.add_argument("--replications", type=int, default=10_000)
     options = parser.parse_args(arguments)
-    print_head(["called different, though equal", "samples", *(f"{count} prompts" for count in PROMPTS)])
+    print_head(["equally good drafts", "samples", "rate", *(f"{count} prompts" for count in PROMPTS)])
     for name in options.worlds:
         for kind in ("paired", "unpaired", "unpaired, 1 to 4"):
             counts = [count for count in PROMPTS if kind != "unpaired, 1 to 4" or count >= MIN_UNEVEN]
-            rates = [f"{false_differences(WORLDS[name], count, options.replications, kind):.1f}" for count in counts]
-            print_row([name, kind, *["-"] * (len(PROMPTS) - len(rates)), *rates])
+            missing = [(math.nan, math.nan)] * (len(PROMPTS) - len(counts))
+            rates = [false_differences(WORLDS[name], count, options.replications, kind) for count in counts]
+            print_rates([name, kind], ("called different", "interval covers"), [*missing, *rates])
     print()
-    print_head(["fall on 5% of prompts", "rate", *(f"{count} prompts" for count in (*PROMPTS, 512))])
-    for noise, text in ((0.0, "the others stay equal"), (NOISE, "the others vary")):
-        found = [false_passes(count, options.replications, noise) for count in (*PROMPTS, 512)]
-        for place, rate in enumerate(("passes the gate", "interval covers")):
-            print_row([text, rate, *(f"{item[place]:.1f}" for item in found)])
-    print()
+    for title, of_world, label in (
+        ("fall on 5% of prompts", false_passes, "passes the gate"),
+        ("fall on 5% of prompts, rise on the others", false_trades, "called different"),
+    ):
+        print_head([title, "rate", *(f"{count} prompts" for count in (*PROMPTS, 256, 512))])
+        for noise, text in ((0.0, "the others stay equal"), (NOISE, "the others vary")):
+            rates = [of_world(count, options.replications, noise) for count in (*PROMPTS, 256, 512)]
+            print_rates([text], (label, "interval covers"), rates)
+        print()
     print_head(["said to pay, though as fast as plain", "2 rounds", "4 rounds", "8 rounds"])
     for number in (1, 5):
         found_rates = (false_payoffs(number, num_rounds, options.replications) for num_rounds in (2, 4, 8))

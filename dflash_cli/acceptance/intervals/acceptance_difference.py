@@ -10,6 +10,7 @@ prompts may cause most of the spread. Sources: Cochran 1977, chapter 6; MacKinno
 Satterthwaite 1946.
 
 `rare_prompts.py` bounds prompts that the samples lack. Claims that a difference is small include these prompts.
+`enough_prompts.py` says how many prompts an interval and a test need.
 
 numpy is imported inside functions, so other commands do not load it. Axis letters: ... simulated data sets, N prompts,
 2 tokens and steps.
@@ -17,25 +18,32 @@ numpy is imported inside functions, so other commands do not load it. Axis lette
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from dflash_cli.acceptance.intervals.enough_prompts import (
+    MIN_FOR_INTERVAL,
+    MIN_FOR_TEST,
+    why_no_interval,
+    why_no_test,
+)
 from dflash_cli.acceptance.intervals.rare_prompts import ShareOfPrompts, fallen, risen, share_of_fall
 from dflash_cli.acceptance.intervals.resampling import estimate, freedom_of, influence
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.acceptance.intervals.student import student_quantile, student_tail
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[Any]
 
-MIN_COMPARED = 12
-"""With fewer prompts, a kind of prompt that makes up a quarter is often missing, and nothing shows it."""
 MIN_UNEVEN = 48
-"""Fewest prompts of a side if the other side has more than twice as many."""
+"""Fewest prompts of a side, for a test, if the other side has more than twice as many."""
 MIN_DIFFERING = 6
 """With fewer prompts that differ, not even equal signs of all of them are significant at 5%."""
+MIN_FOR_HARD_INTERVAL = 96
+"""Fewest prompts with an interval if few of them differ, or without pairs. With fewer, it covers too often."""
 TokenCounts = Sequence[tuple[float, int]]
 """Tokens that the verify steps of each distinct prompt committed, and the number of these steps."""
 
@@ -45,7 +53,7 @@ class AcceptanceDifference:
     """The acceptance length `other` minus `base`, with its standard error and degrees of freedom.
 
     `num_differing` of `num_prompts` prompts have other counts on the two sides. If few differ, Student's t knows too
-    little of them: interval and bounds then contain all differences that so few differing prompts leave possible.
+    little of them: bounds then contain all differences that so few differing prompts leave possible.
     """
 
     base: float
@@ -55,6 +63,7 @@ class AcceptanceDifference:
     confidence: float
     num_prompts: int
     num_differing: int
+    is_paired: bool = True
 
     @property
     def value(self) -> float:
@@ -66,18 +75,25 @@ class AcceptanceDifference:
         return student_quantile((1 + self.confidence) / 2, self.freedom) * self.error
 
     @property
-    def student_interval(self) -> Interval:
-        """The interval of the prompts that differ, without room for other kinds."""
-        return Interval(self.value - self.half_width, self.value + self.half_width, self.confidence)
+    def no_interval(self) -> Notice | None:
+        """Why the interval is missing, or None."""
+        reason = why_no_interval(self.num_prompts, MIN_FOR_INTERVAL if self.is_paired else MIN_FOR_HARD_INTERVAL)
+        few_differ = self.error and self.num_differing < MIN_DIFFERING and self.num_prompts < MIN_FOR_HARD_INTERVAL
+        if reason is not None or not few_differ:
+            return reason
+        text = f"{self.num_differing} of {self.num_prompts} distinct prompts differ, and an interval needs "
+        return Notice(f"{text}{MIN_DIFFERING} or more, or {MIN_FOR_HARD_INTERVAL} prompts", id="few-prompts-differ")
 
     @property
-    def interval(self) -> Interval:
-        found = self.student_interval
-        if not self._is_sparse:
-            return found
-        share = self._sparse.upper((1 - self.confidence) / 2)
-        high = risen(self._start, share) - self.base
-        return Interval(min(found.low, self._fall(share)), max(found.high, high), self.confidence)
+    def interval(self) -> Interval | None:
+        """Student's interval. If nothing varies, all differences that the rule of three leaves possible."""
+        if self.no_interval is not None:
+            return None
+        low, high = self.value - self.half_width, self.value + self.half_width
+        if not self.error:
+            share = self._sparse.upper((1 - self.confidence) / 2)
+            low, high = self._fall(share), risen(self._start, share) - self.base
+        return Interval(low, high, self.confidence)
 
     @property
     def p_value(self) -> float:
@@ -94,6 +110,20 @@ class AcceptanceDifference:
         Source: Schuirmann 1987.
         """
         return max(self._tail(-self.value, tolerance, -1), self._tail(self.value, tolerance, 1))
+
+    @property
+    def outweighs_unseen(self) -> bool:
+        """Whether the sign stays if the sample lacks a kind of prompt that speaks against it.
+
+        One more prompt of mean size stands for this kind. The better side rejects all its draft tokens. Samples large
+        enough for an interval rarely lack a kind that matters.
+        """
+        if self.num_prompts >= MIN_FOR_INTERVAL:
+            return True
+        better = max(self.base, self.other)
+        effect = better * (better - 1) / (self.num_prompts + 1)
+        kept = abs(self.value) * self.num_prompts / (self.num_prompts + 1)
+        return kept - effect > student_quantile(self.confidence, self.freedom) * math.hypot(self.error, effect)
 
     @property
     def lower_bound(self) -> float:
@@ -139,6 +169,13 @@ class AcceptanceDifference:
         return self.value * kept + effect, math.hypot(self.error, effect)
 
 
+def no_interval(difference: AcceptanceDifference | None, num_prompts: int, least: int = MIN_FOR_TEST) -> Notice | None:
+    """Return why the interval of a difference is missing. A difference of fewer than `least` prompts is None."""
+    if difference is not None:
+        return difference.no_interval
+    return why_no_test(num_prompts, least) or Notice("too few prompts have verify steps", id="no-steps")
+
+
 def fewest_prompts(difference: AcceptanceDifference, tolerance: float) -> int:
     """Return the number of equal prompts from which on a drop by more than `tolerance` is ruled out."""
     share = share_of_fall(difference.base, tolerance)
@@ -158,7 +195,7 @@ def paired_difference(base: TokenCounts, other: TokenCounts, confidence: float) 
     """
     pairs = [pair for pair in zip(base, other, strict=True) if pair[0][1] or pair[1][1]]
     sides = [[pair[side] for pair in pairs] for side in (0, 1)]
-    if len(pairs) < MIN_COMPARED or any(sum(steps > 0 for _, steps in side) < 2 for side in sides):
+    if len(pairs) < MIN_FOR_TEST or any(sum(steps > 0 for _, steps in side) < 2 for side in sides):
         return None
     num_differing = sum(one[0] * two[1] != two[0] * one[1] for one, two in pairs)
     return _difference(paired_moments, sides, confidence, len(pairs), num_differing)
@@ -170,10 +207,17 @@ def unpaired_difference(base: TokenCounts, other: TokenCounts, confidence: float
     A side with over twice as many prompts does not balance the skewness of a small side.
     """
     sides = [[item for item in side if item[1]] for side in (base, other)]
-    num_prompts, most = sorted(len(side) for side in sides)
-    if num_prompts < (MIN_UNEVEN if most > 2 * num_prompts else MIN_COMPARED):
+    num_prompts = min(map(len, sides))
+    if num_prompts < fewest_of_sides(*map(len, sides)):
         return None
-    return _difference(unpaired_moments, sides, confidence, num_prompts, num_prompts)
+    found = _difference(unpaired_moments, sides, confidence, num_prompts, num_prompts)
+    return replace(found, is_paired=False)
+
+
+def fewest_of_sides(first: int, second: int, *, is_paired: bool = False) -> int:
+    """Return how many distinct prompts a test needs of the smaller of two sides."""
+    is_uneven = max(first, second) > 2 * min(first, second) and not is_paired
+    return MIN_UNEVEN if is_uneven else MIN_FOR_TEST
 
 
 def _difference(

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[Any]
 
-MIN_UNITS = 12
-"""With fewer units, no method reaches its stated coverage. One in ten draws of 8 units lacks a kind of prompt that is a
-quarter of all prompts, and nothing in the draw shows it. With 12 units, one in thirty draws lacks it.
-"""
 MIN_FREEDOM = 4
 """Lower limit of the degrees of freedom, as for five equal units. Without the limit, intervals are too wide."""
 MAX_DRAWN = 4_000_000

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
+from dflash_cli.acceptance.intervals.enough_prompts import MIN_FOR_INTERVAL, why_no_interval
 from dflash_cli.acceptance.intervals.rare_prompts import ShareOfPrompts, fallen, risen
-from dflash_cli.acceptance.intervals.resampling import MIN_UNITS, linear_bounds, resampled_bounds
+from dflash_cli.acceptance.intervals.resampling import linear_bounds, resampled_bounds
 from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
 from dflash_runtime.notices import Notice
-from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import RequestOutput
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 StepCounts = Sequence[tuple[int, int]]
 """Tokens that the verify steps of each request committed, and the number of these steps."""
-
-MIN_FOR_POSITIONS = 32
-"""With fewer conversations, few of them decide a position's rate, and its interval misses its stated coverage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +71,14 @@ class Summary:
     definitions: Annotated[Mapping[str, float | None], "acceptance by each project's own definition"]
 
     def __post_init__(self) -> None:
-        if not self.per_pos_conditional_intervals:
-            object.__setattr__(self, "per_pos_conditional_intervals", (None,) * len(self.counts.per_pos_accepted))
+        """Drop the intervals of a document of an earlier release if today's rules give none."""
+        none, reason = (None,) * len(self.counts.per_pos_accepted), why_no_interval(self.num_units)
+        if reason is not None and self.acceptance_len_interval is not None:
+            object.__setattr__(self, "acceptance_len_interval", None)
+            object.__setattr__(self, "acceptance_len_no_interval", reason)
+            object.__setattr__(self, "per_pos_intervals", none)
+        if reason is not None or not self.per_pos_conditional_intervals:
+            object.__setattr__(self, "per_pos_conditional_intervals", none)
 
     @property
     def num_units(self) -> int:
@@ -188,46 +191,23 @@ def summarise(
 
 def running_interval(sample: StepCounts) -> tuple[float, float] | None:
     """Return the ends of a cheap 95% interval, for progress displays. `sample` has one item per distinct prompt."""
-    if _why_none(len(sample)) is not None:
+    import numpy as np
+
+    if why_no_interval(len(sample)) is not None:
         return None
-    low, high = linear_bounds(_as_units([sample]), confidence=0.95)[0]
+    low, high = linear_bounds(np.array([[sample]], dtype=np.float64), confidence=0.95)[0]
     return float(low), float(high)
 
 
-def paired_interval(
-    base: StepCounts, other: StepCounts, *, confidence: float, num_resamples: int, seed: int
-) -> Interval | None:
-    """Return the interval of the acceptance length of `other` minus that length of `base`, over the same requests.
-
-    Each resample draws the same requests on both sides. None if fewer than MIN_UNITS requests have steps on both sides.
-    """
-    pairs = [pair for pair in zip(base, other, strict=True) if pair[0][1] and pair[1][1]]
-    if _why_none(len(pairs), num_resamples) is not None:
-        return None
-    units = _as_units([[pair[side] for pair in pairs] for side in (0, 1)])
-    return _intervals(units, confidence=confidence, num_resamples=num_resamples, seed=seed)[0]
-
-
-def _why_none(num_units: int, num_resamples: int = 1) -> Notice | None:
-    """Return why this number of distinct prompts is too small for an interval, or None if it is large enough."""
-    if not num_units:
-        return Notice("no verify steps", id="no-steps")
-    if num_units < MIN_UNITS:
-        text = f"{plural(num_units, 'distinct prompt')}, and an interval needs {MIN_UNITS} or more"
-        return Notice(text, id="too-few-prompts")
-    return None if num_resamples else Notice("no bootstrap was requested", id="no-bootstrap")
+def _why_none(num_units: int, num_resamples: int) -> Notice | None:
+    """Return why the interval is missing, or None."""
+    reason = why_no_interval(num_units)
+    return Notice("no bootstrap was requested", id="no-bootstrap") if reason is None and not num_resamples else reason
 
 
 def _intervals(units: "Floats", *, confidence: float, num_resamples: int, seed: int) -> list[Interval]:
     bounds = resampled_bounds(units, confidence=confidence, num_resamples=num_resamples, seed=seed)
     return [Interval(float(low), float(high), confidence) for low, high in bounds]
-
-
-def _as_units(sides: Sequence[StepCounts]) -> "Floats":
-    """`[1, sides, U, 2]`."""
-    import numpy as np
-
-    return np.array([sides], dtype=np.float64)
 
 
 def count_steps(outputs: Sequence[RequestOutput]) -> StepCounts:
@@ -278,9 +258,9 @@ def _acceptance_units(lengths: Sequence[Sequence[int]]) -> "Floats":
 
 
 def _enough_for_interval(units: "Floats") -> list[int]:
-    """Return the indices of quantities with enough conversations. A position needs more of them than the length."""
+    """Return the indices of quantities with enough conversations."""
     num_speaking = (units[:, 0, :, 1] > 0).sum(axis=1).tolist()
-    return [place for place, count in enumerate(num_speaking) if place == 0 or count >= MIN_FOR_POSITIONS]
+    return [place for place, count in enumerate(num_speaking) if count >= MIN_FOR_INTERVAL]
 
 
 def _definitions(outputs: Sequence[RequestOutput], counts: AcceptanceCounts) -> dict[str, float | None]:

@@ -45,17 +45,17 @@ def test_value_and_interval_agree_with_the_result() -> None:
     assert running.interval == pytest.approx((exact.low, exact.high), abs=0.15 * (exact.high - exact.low))
 
 
-def test_a_value_needs_a_step_and_an_interval_needs_twelve_conversations() -> None:
+def test_a_value_needs_a_step_and_an_interval_needs_64_prompts() -> None:
     running = RunningAcceptance()
     assert (running.value, running.interval, running.text) == (None, None, "")
     running.add(output(0, []), 0)
     running.add(output(1, [1, 4]), 1)
     assert (running.interval, running.text) == (None, "2.50")
-    for index in range(2, 12):
+    for index in range(2, 64):
         running.add(output(index, [3, 4]), index)
     assert running.interval is None
-    running.add(output(12, [3, 4]), 12)
-    assert running.text.startswith("3.42 [")
+    running.add(output(64, [3, 4]), 64)
+    assert running.text.startswith("3.48 [")
 
 
 def test_turns_of_one_conversation_are_one_unit() -> None:

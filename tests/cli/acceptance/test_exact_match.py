@@ -84,15 +84,29 @@ def test_each_condition_is_scored_and_paired_alone() -> None:
 
 
 def test_a_share_of_few_prompts_has_no_interval() -> None:
-    """Like an acceptance length, from 12 distinct prompts on. A repeated prompt counts once."""
-    for number, has_interval in ((2, False), (11, False), (12, True)):
+    """Like an acceptance length, from 64 distinct prompts on. A repeated prompt counts once."""
+    for number, has_interval in ((2, False), (63, False), (64, True)):
+        drafted, plain = (
+            [answer(index, "98"[(index + place) % 2], condition) for index in range(number)]
+            for place, condition in enumerate((None, PLAIN))
+        )
+        (found,) = score([*drafted, *plain], 0.95)
+        assert found.plain is not None
+        intervals = (found.interval, found.plain.interval)
+        assert [item is not None for item in intervals] == [has_interval] * 2
+        assert getattr(found.no_interval, "id", None) == (None if has_interval else "too-few-prompts")
+    (found,) = score([answer(index % 4, "9") for index in range(32)], 0.95)
+    assert (found.num_scored, found.interval) == (4, None)
+
+
+def test_the_difference_of_two_shares_needs_more_prompts_than_a_share() -> None:
+    """Newcombe's interval covers 99 of 100 if 4 of 64 answers change, and 97 of 100 from 200 prompts on."""
+    for number, has_interval in ((199, False), (200, True)):
         drafted, plain = ([answer(index, "9", condition) for index in range(number)] for condition in (None, PLAIN))
         (found,) = score([*drafted, *plain], 0.95)
         assert found.plain is not None
-        intervals = (found.interval, found.plain.interval, found.plain.difference_interval)
-        assert [item is not None for item in intervals] == [has_interval] * 3
-    (found,) = score([answer(index % 4, "9") for index in range(32)], 0.95)
-    assert (found.num_scored, found.interval) == (4, None)
+        assert found.plain.interval is not None
+        assert (found.plain.difference_interval is not None) == has_interval
 
 
 def test_without_references_nothing_is_scored() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def complete(whole: dict[str, Any], name: str, rows: list[dict[str, Any]], setti
         "per_pos_intervals": [None] * 7,
         "per_pos_conditional_intervals": [None] * 7,
         "conversations": rows,
+        "num_distinct_prompts": len({row["digest"] for row in rows}),
         "settings": {
             "draft": name,
             "target": "org/target",
@@ -88,6 +90,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_better_result_is_found_in_total_and_by_category(files: Path) -> None:
+    """192 prompts, 64 in each category."""
+    write(files, "old.json", document("old", count=192))
+    write(files, "new.json", document("new", gain=0.4, count=192))
     outcome = support.run_main("compare", "old.json", "new.json", "--json")
     (found,) = json.loads(outcome.out)["comparisons"]
     assert found["is_paired"]
@@ -95,7 +100,7 @@ def test_a_better_result_is_found_in_total_and_by_category(files: Path) -> None:
     assert found["interval"]["low"] < 0.4 < found["interval"]["high"]
     assert found["difference"] == pytest.approx(0.4, abs=0.05)
     assert {line["verdict"] for line in found["categories"].values()} == {"higher"}
-    assert {line["num_conversations"] for line in found["categories"].values()} == {12}
+    assert {line["num_conversations"] for line in found["categories"].values()} == {64}
     assert outcome.err == ""
 
 
@@ -131,7 +136,31 @@ def test_different_prompts_are_refused_by_name(files: Path) -> None:
     assert found["num_conversations"] == 30
 
 
+def test_few_prompts_are_tested_but_have_no_interval(files: Path) -> None:
+    """On 36 prompts a gain of 0.4 is significant. A lacking kind of prompt may outweigh it, but not a gain of 3."""
+    for name, gain, verdict in (("new", 0.4, "undecided"), ("best", 3.0, "higher")):
+        write(files, f"{name}.json", document(name, gain=gain))
+        outcome = support.run_main("compare", "old.json", f"{name}.json", "--json")
+        (found,) = json.loads(outcome.out)["comparisons"]
+        assert (found["verdict"], found["interval"]) == (verdict, None)
+        assert found["p_value"] < 0.001
+        assert re.findall(r"\d+", found["reason"]) == ["36", "64"]
+    assert "[" not in support.run_main("compare", "old.json", "new.json").out.split("category")[0]
+
+
+def test_a_category_that_one_result_names_otherwise_is_the_first_ones(files: Path) -> None:
+    renamed = document("renamed")
+    for row in renamed["conversations"]:
+        row["category"] = "a|b\n<script>" if row["category"] == "code" else row["category"]
+    write(files, "renamed.json", renamed)
+    outcome = support.run_main("compare", "old.json", "renamed.json", "--json")
+    assert outcome.code == 0, outcome.err
+    assert set(json.loads(outcome.out)["comparisons"][0]["categories"]) == set(CATEGORIES)
+
+
 def test_without_pairs_a_small_gain_is_not_found(files: Path) -> None:
+    write(files, "old.json", document("old", count=192))
+    write(files, "new.json", document("new", gain=0.1, count=192))
     (found,) = json.loads(support.run_main("compare", "old.json", "new.json", "--unpaired", "--json").out)[
         "comparisons"
     ]
@@ -143,12 +172,12 @@ def test_a_prompt_that_comes_twice_is_one_unit(files: Path) -> None:
     twice = document("twice")
     for row in twice["conversations"]:
         row["digest"] = f"digest {int(row['digest'].split()[1]) % 18}"
-    write(files, "twice.json", twice)
+    write(files, "twice.json", twice | {"num_distinct_prompts": 18})
     (found,) = json.loads(support.run_main("compare", "twice.json", "twice.json", "--json").out)["comparisons"]
     assert (found["verdict"], found["num_conversations"]) == ("same", 18)
     for row in twice["conversations"]:
         row["digest"] = f"digest {int(row['digest'].split()[1]) % 4}"
-    write(files, "four.json", twice)
+    write(files, "four.json", twice | {"num_distinct_prompts": 4})
     (found,) = json.loads(support.run_main("compare", "four.json", "four.json", "--json").out)["comparisons"]
     assert (found["verdict"], found["interval"], found["num_conversations"]) == (None, None, 4)
 
@@ -257,6 +286,7 @@ def test_the_gate_refuses_results_that_were_measured_otherwise(files: Path) -> N
     ("num_accepted_tokens", 10**6),
     ("per_pos_accepted", [1] * 7),
     ("histogram", [0] * 8),
+    ("num_distinct_prompts", 64),
 ])  # fmt: skip
 def test_a_file_whose_figures_contradict_each_other_is_refused(files: Path, field: str, value: Any) -> None:
     write(files, "odd.json", document("odd") | {field: value})
@@ -264,10 +294,25 @@ def test_a_file_whose_figures_contradict_each_other_is_refused(files: Path, fiel
     assert (outcome.code, outcome.error_id) == (2, "contradictory-result")
 
 
-@pytest.mark.parametrize(("field", "value"), [("num_tokens", 10**4), ("num_tokens", 1), ("num_steps", 21)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_tokens", 10**4), ("num_tokens", 1), ("num_steps", 21), ("num_far_tokens", 10**6), ("num_far_steps", 10**6)],
+)
 def test_rows_that_contradict_the_totals_are_refused(files: Path, field: str, value: int) -> None:
     odd = document("odd")
     odd["conversations"][0][field] = value
+    write(files, "odd.json", odd)
+    outcome = support.run_main("compare", "old.json", "odd.json")
+    assert (outcome.code, outcome.error_id) == (2, "malformed-result")
+
+
+def test_a_row_longer_than_a_block_is_refused_though_the_totals_agree(files: Path) -> None:
+    odd = document("odd")
+    first, *others = odd["conversations"]
+    for row in others:
+        if first["num_tokens"] <= 8 * first["num_steps"]:
+            first["num_tokens"] += row["num_tokens"] - row["num_steps"]
+            row["num_tokens"] = row["num_steps"]
     write(files, "odd.json", odd)
     outcome = support.run_main("compare", "old.json", "odd.json")
     assert (outcome.code, outcome.error_id) == (2, "malformed-result")

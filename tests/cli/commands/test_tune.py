@@ -48,7 +48,7 @@ def test_every_k_of_the_file_is_measured_in_both_ways(document: dict[str, Any]) 
     lengths = {item["way"]: item["acceptance_len"] for item in document["candidates"]}
     assert way["acceptance_lens"] == pytest.approx([lengths["resized"], lengths["narrowed"]])
     assert way["num_conversations"] == 12
-    assert way["interval"]["low"] <= way["difference"] <= way["interval"]["high"]
+    assert (way["interval"], "12" in way["reason"]) == (None, True)
 
 
 def test_the_best_k_is_chosen_by_batch_size(document: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ def test_the_best_k_is_chosen_by_batch_size(document: dict[str, Any]) -> None:
     best, whole = choices[1]["speedups"][0], document["candidates"][-1]
     assert (best["num_speculative_tokens"], best["way"]) == (7, "whole")
     assert best["speedup"] == pytest.approx(whole["acceptance_len"] * 10 / 8.1)
-    assert best["interval"]["low"] < best["speedup"] < best["interval"]["high"]
+    assert (best["interval"], "12" in best["no_interval"]) == (None, True)
     first, second = document["advice"]
     assert first.startswith("batch 1: K 7 pays, ")
     assert second.startswith("batch 64: drafting does not pay: the best, K 3 resized, is ")

@@ -252,7 +252,7 @@ def test_totals_are_compared_without_an_interval_and_with_the_reason(tmp_path: P
 
 
 def test_runs_of_specdec_bench_are_paired_by_request(tmp_path: Path) -> None:
-    lengths = [2.0 + 0.3 * (index % 7) for index in range(16)]
+    lengths = [2.0 + 0.3 * (index % 7) for index in range(64)]
     better = [length + 0.2 + 0.01 * (index % 3) for index, length in enumerate(lengths)]
     for name, content in (("a.json", specdec_bench(*lengths)), ("b.json", specdec_bench(*better))):
         (tmp_path / name).write_text(json.dumps(content))

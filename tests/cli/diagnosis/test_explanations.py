@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from dflash_cli.acceptance.intervals.statistics import Interval, StepCounts, paired_interval
+from dflash_cli.acceptance.intervals.acceptance_difference import paired_difference
+from dflash_cli.acceptance.intervals.statistics import StepCounts
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import weight_rewrites as rewrites
@@ -24,11 +25,12 @@ from dflash_cli.diagnosis.reading_results import (
     find_best,
     is_alike,
     of_different_causes,
+    pool_by_prompt,
 )
 from dflash_cli.diagnosis.readings import MIN_TEST_PROMPTS, Searcher
 from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
-from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score, SearchBudget
+from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score
 from dflash_cli.diagnosis.same_part import contested
 from dflash_cli.diagnosis.suspect_parts import suspect_spots
 from dflash_cli.diagnosis.weight_rewrites import HEAD_NORMS, MATRICES, NORMS
@@ -52,7 +54,7 @@ def found(rule_id: str, search: ReadingSearch) -> list[tuple[str, str]]:
 
 def result(own: float, length: float, low: float, factor: str = "rope", **changes: Any) -> ReadingResult:
     reading = AlternativeReading(factor, f"another {factor}", bundled_draft().config, **changes)
-    return ReadingResult(reading, length, length - own, Interval(low, low + 1, 0.95))
+    return ReadingResult(reading, length, length - own, p_value=0.001 if low > 0 else 0.5)
 
 
 def test_a_scaled_embedding_is_tried_both_ways() -> None:
@@ -70,7 +72,7 @@ def test_a_scaled_embedding_is_tried_both_ways() -> None:
         space = ReadingSpace(config=replace(config, **changes), target=gemma)
         readings = [item for item in alternative_readings(space) if item.factor == "embedding"]
         assert [item.name for item in readings] == names
-    search = ReadingSearch(16, 1000, 1.1, (ReadingResult(readings[0], 2.8, 1.7, Interval(1.2, 2.1, 0.95)),), 60)
+    search = ReadingSearch(16, 1000, 1.1, (ReadingResult(readings[0], 2.8, 1.7, p_value=0.001),), 60)
     assert [rule.id for rule in all_rules() if rule.level == "run" and found(rule.id, search)] == ["R10"]
 
 
@@ -85,7 +87,7 @@ def test_every_factor_has_a_rule() -> None:
     assert {"anchor", "layout", "convolution", "selector", "candidates", "markov", "scale"} <= factors
     for factor in factors:
         reading = AlternativeReading(factor, "another reading", bundled_draft().config)
-        search = ReadingSearch(16, 1000, 1.1, (ReadingResult(reading, 2.8, 1.7, Interval(1.2, 2.1, 0.95)),), 60)
+        search = ReadingSearch(16, 1000, 1.1, (ReadingResult(reading, 2.8, 1.7, p_value=0.001),), 60)
         named = [rule.id for rule in all_rules() if rule.level == "run" and found(rule.id, search)]
         assert len(named) == 1, factor
 
@@ -136,24 +138,36 @@ def search_by_chance(seed: int, gain: float, num_readings: int, num_prompts: int
     """Search among readings of a draft. The first reading has a higher chance of each token by `gain`.
 
     Returns whether a reading seems to explain the draft on the choosing prompts, whether it does so there with an
-    interval corrected for `num_readings` tests, and whether it does so on new prompts.
+    p-value corrected for `num_readings` tests, and whether it does so on new prompts.
     """
     generator = np.random.default_rng(seed)
     readings = [AlternativeReading("rope", str(index), bundled_draft().config) for index in range(num_readings)]
     gains = {reading.name: gain if index == 0 else 0.0 for index, reading in enumerate(readings)}
-    budget = SearchBudget(num_resamples=1000)
     chances = generator.normal(0.5, 0.1, num_prompts).clip(0.1, 0.8)
     base = draw_counts(generator, chances)
     others = {reading.name: draw_counts(generator, chances + gains[reading.name]) for reading in readings}
     best = find_best([compare(reading, base, others[reading.name]) for reading in readings])
     if best is None:
         return False, False, False
-    name, confidence = best.reading, 1 - 0.05 / num_readings
-    corrected = paired_interval(base, others[name], confidence=confidence, num_resamples=4000, seed=0)
+    name = best.reading
+    corrected = paired_difference(base, others[name], 0.95)
     assert corrected is not None
     new = generator.normal(0.5, 0.1, MIN_TEST_PROMPTS).clip(0.1, 0.8)
-    tested = confirm(best.alternative, draw_counts(generator, new), draw_counts(generator, new + gains[name]), budget)
-    return True, corrected.low > 0, tested.explains
+    tested = confirm(best.alternative, draw_counts(generator, new), draw_counts(generator, new + gains[name]))
+    return True, corrected.value > 0 and corrected.p_value < 0.05 / num_readings, tested.explains
+
+
+def test_texts_of_one_given_prompt_are_one_unit() -> None:
+    """32 continuations of 4 prompts are 4 prompts, which are too few for a test: one lucky prompt explains nothing."""
+    reading = AlternativeReading("rope", "other", bundled_draft().config)
+    prompts = [place % 4 for place in range(32)]
+    base, other = [(20, 10)] * 32, [(40 + place % 3, 10) for place in range(32)]
+    pooled = [pool_by_prompt(counts, prompts) for counts in (base, other)]
+    assert pooled[0] == [(160, 80)] * 4
+    assert confirm(reading, base, other).improves
+    few = confirm(reading, pooled[0], pooled[1])
+    assert (few.improves, few.p_value, few.num_prompts) == (False, None, 4)
+    assert getattr(few.no_interval, "id", None) == "too-few-prompts"
 
 
 def test_a_cause_is_hardly_ever_named_in_a_sound_draft() -> None:

@@ -29,7 +29,7 @@ from dflash_testing.refusals import refuses
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`a.json` of 40 prompts, and `b.json` of 20 prompts with shorter blocks, without intervals by position."""
+    """`a.json` of 128 prompts, and `b.json` of 20 prompts with shorter blocks, without intervals by position."""
     monkeypatch.chdir(tmp_path)
     write_evaluation(tmp_path / "a.json", drawn_evaluation(0.7))
     write_evaluation(tmp_path / "b.json", drawn_evaluation(0.4, count=20, num_drafted=3))

@@ -44,7 +44,7 @@ def evaluation_run(**changes: Any) -> EvaluationRun:
     return EvaluationRun(**facts | changes)
 
 
-def drawn_evaluation(chance: float = 0.6, *, count: int = 40, num_drafted: int = 4, **settings: Any) -> Evaluation:
+def drawn_evaluation(chance: float = 0.6, *, count: int = 128, num_drafted: int = 4, **settings: Any) -> Evaluation:
     """An evaluation of drafts that are each accepted with one chance, on prompts of two categories."""
     generator = random.Random(count)
     outputs = [

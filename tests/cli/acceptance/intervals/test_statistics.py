@@ -4,14 +4,14 @@ import json
 import random
 import re
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from dflash_cli.acceptance.intervals.resampling import resampled_bounds
 from dflash_cli.acceptance.intervals.statistics import (
-    Interval,
-    StepCounts,
     Summary,
-    paired_interval,
     pooled_acceptance_len,
     summarise,
 )
@@ -20,46 +20,9 @@ from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
 
-def compare(base: StepCounts, other: StepCounts) -> Interval | None:
-    return paired_interval(base, other, confidence=0.95, num_resamples=2000, seed=0)
-
-
-def sample(seed: int, mean: float, count: int = 40) -> list[tuple[int, int]]:
-    """Requests of ten steps each."""
-    generator = random.Random(seed)
-    return [(sum(1 + (generator.random() < mean) for _ in range(10)), 10) for _ in range(count)]
-
-
 def test_pooled_length_is_tokens_over_steps() -> None:
     assert pooled_acceptance_len([(6, 2), (2, 2)]) == 2.0
     assert pooled_acceptance_len([(0, 0)]) == 1.0
-
-
-def test_a_sample_does_not_differ_from_itself() -> None:
-    base = sample(0, 0.5)
-    interval = compare(base, base)
-    assert interval is not None
-    assert (interval.low, interval.high, interval.confidence) == (0.0, 0.0, 0.95)
-
-
-def test_a_constant_difference_is_known_exactly() -> None:
-    """Both sides of a pair have the same chance of acceptance, so the pairs' interval is narrower than each side's."""
-    base = sample(0, 0.5)
-    other = [(tokens + 5, steps) for tokens, steps in base]
-    interval = compare(base, other)
-    assert interval is not None
-    assert abs(interval.low - 0.5) < 1e-9
-    assert abs(interval.high - 0.5) < 1e-9
-
-
-def test_an_independent_difference_is_covered() -> None:
-    interval = compare(sample(1, 0.3, 400), sample(2, 0.6, 400))
-    assert interval is not None
-    assert 0.2 < interval.low < 0.3 < interval.high < 0.4
-
-
-def test_pairs_without_steps_do_not_count() -> None:
-    assert compare([(3, 1), (0, 0)], [(3, 1), (4, 1)]) is None
 
 
 def output(lengths: list[int], kept: list[int] | None = None, prefill: int = 1) -> RequestOutput:
@@ -125,10 +88,10 @@ def why_none(summary: Summary) -> tuple[str, list[str]]:
 
 
 def test_an_interval_needs_enough_conversations_and_is_repeatable() -> None:
-    outputs = [output([1, 2]), output([5, 6]), output([3]), output([2, 2])] * 3
-    assert why_none(summarise(outputs[:11], 7, num_resamples=100)) == ("too-few-prompts", ["11", "12"])
-    turns = [0, *range(11)]
-    assert why_none(summarise(outputs, 7, conversations=turns, num_resamples=100)) == ("too-few-prompts", ["11", "12"])
+    outputs = [output([1, 2]), output([5, 6]), output([3]), output([2, 2])] * 16
+    assert why_none(summarise(outputs[:63], 7, num_resamples=100)) == ("too-few-prompts", ["63", "64"])
+    turns = [0, *range(63)]
+    assert why_none(summarise(outputs, 7, conversations=turns, num_resamples=100)) == ("too-few-prompts", ["63", "64"])
     first, again = (summarise(outputs, 7, confidence=0.9, num_resamples=100, seed=3) for _ in range(2))
     assert first.acceptance_len_interval is not None
     assert first.acceptance_len_interval.confidence == 0.9
@@ -136,22 +99,30 @@ def test_an_interval_needs_enough_conversations_and_is_repeatable() -> None:
     assert first.acceptance_len_interval == again.acceptance_len_interval
     assert why_none(summarise(outputs, 7, num_resamples=0)) == ("no-bootstrap", [])
     assert why_none(summarise([], 7)) == ("no-steps", [])
-    assert why_none(summarise(outputs[:1], 7)) == ("too-few-prompts", ["1", "12"])
-    assert paired_interval(sample(0, 0.5, 11), sample(1, 0.5, 11), confidence=0.9, num_resamples=9, seed=0) is None
+    assert why_none(summarise(outputs[:1], 7)) == ("too-few-prompts", ["1", "64"])
 
 
-def test_positions_of_few_prompts_have_no_interval() -> None:
-    outputs = [output([1, 2, index % 3 + 1]) for index in range(32)]
-    few, enough = (summarise(outputs[:count], 7, num_resamples=50) for count in (31, 32))
-    assert few.acceptance_len_interval is not None
-    assert few.per_pos_intervals == (None,) * 7
-    assert enough.per_pos_intervals[0] is not None
+def test_rates_that_few_prompts_reach_have_no_interval() -> None:
+    """63 of 64 prompts reach position 2, so only its share of all steps has an interval."""
+    outputs = [output([1 + index % 3 + (index > 0)]) for index in range(64)]
+    summary = summarise(outputs, 7, num_resamples=50)
+    assert summary.per_pos_intervals[1] is not None
+    assert summary.per_pos_conditional_intervals[1] is None
+
+
+def test_a_document_of_an_earlier_release_loses_intervals_of_few_prompts() -> None:
+    outputs = [output([1 + index % 3]) for index in range(64)]
+    kept = summarise(outputs, 7, num_resamples=50)
+    few = replace(kept, num_distinct_prompts=16)
+    assert why_none(few) == ("too-few-prompts", ["16", "64"])
+    assert not any((*few.per_pos_intervals, *few.per_pos_conditional_intervals))
+    assert replace(kept) == kept
 
 
 def test_positions_have_the_interval_of_their_share_of_steps() -> None:
     """A position's interval is the interval of the ratio of its counts. Equal prompts give no interval."""
     generator = random.Random(3)
-    outputs = [output([1 + draw_length(generator, 0.5) for _ in range(10)]) for _ in range(40)]
+    outputs = [output([1 + draw_length(generator, 0.5) for _ in range(10)]) for _ in range(80)]
     summary = summarise(outputs, 8, num_resamples=500)
     assert summary.per_pos_intervals[0] is None
     for place, rate in enumerate(summary.counts.per_pos_acceptance_rates[1:], start=2):
@@ -159,25 +130,24 @@ def test_positions_have_the_interval_of_their_share_of_steps() -> None:
         assert interval is not None
         assert 0 <= interval.low < rate < interval.high <= 1
         counts = [(sum(length > place for length in item.acceptance_lengths), 10) for item in outputs]
-        exact = paired_interval([(0, 10)] * 40, counts, confidence=0.95, num_resamples=500, seed=0)
-        assert exact is not None
-        assert (interval.low, interval.high) == pytest.approx((exact.low, exact.high))
+        exact = resampled_bounds(np.array([[counts]], dtype=float), confidence=0.95, num_resamples=500, seed=0)
+        assert (interval.low, interval.high) == pytest.approx(tuple(exact[0]))
 
 
 def test_repeats_of_a_prompt_are_one_unit() -> None:
-    """Four prompts, 16 times each, have no interval. Sixteen prompts twice have the interval of sixteen."""
-    rows = [output([2 + index % 5, 3]) for index in range(32)]
-    few = summarise(rows, 7, prompts=[index % 4 for index in range(32)])
-    assert (few.acceptance_len_interval, few.num_conversations, few.num_distinct_prompts) == (None, 32, 4)
+    """Four prompts, 32 times each, have no interval. 64 prompts twice have the interval of 64."""
+    rows = [output([2 + index % 5, 3]) for index in range(128)]
+    few = summarise(rows, 7, prompts=[index % 4 for index in range(128)])
+    assert (few.acceptance_len_interval, few.num_conversations, few.num_distinct_prompts) == (None, 128, 4)
     assert few.acceptance_len_no_interval is not None
     assert getattr(few.acceptance_len_no_interval, "id", None) == "too-few-prompts"
-    half, twice = summarise(rows[:16], 7), summarise([*rows[:16], *rows[:16]], 7, prompts=[*range(16), *range(16)])
+    half, twice = summarise(rows[:64], 7), summarise([*rows[:64], *rows[:64]], 7, prompts=[*range(64), *range(64)])
     assert half.acceptance_len_interval == twice.acceptance_len_interval
 
 
 def test_equal_prompts_have_the_interval_of_the_rule_of_three() -> None:
-    """If all 60 prompts have 4 tokens per step, 6% of all prompts may still have 1, or 8."""
-    found = summarise([output([4, 4]) for _ in range(60)], 7).acceptance_len_interval
-    share = 1 - 0.025 ** (1 / 60)
+    """If all 64 prompts have 4 tokens per step, 6% of all prompts may still have 1, or 8."""
+    found = summarise([output([4, 4]) for _ in range(64)], 7).acceptance_len_interval
+    share = 1 - 0.025 ** (1 / 64)
     assert found is not None
     assert (found.low, found.high) == pytest.approx((4 / (1 + 3 * share), 4 / (1 - share / 2)))
