@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_cli.formats.fields import AS_IT_IS, SCALES, Keys, Spelling, look_up, scales_in_use
+from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
 from dflash_runtime.json_values import as_object
@@ -96,6 +97,7 @@ class Format(ABC):
     derives_inverse     whether they ask for t2d, the inverse of the id map d2t
     style_flags         keys on norms and rope that all of them follow (see STYLE_FLAGS)
     allows_packed       whether packed weights of another dialect can be written in it
+    ignored_settings    last parts of keys that `unread` lists and that no engine reads, so that a conversion drops them
     """
 
     name: ClassVar[str]
@@ -135,6 +137,7 @@ class Format(ABC):
     keeps_mask: ClassVar[bool] = False
     derives_inverse: ClassVar[bool] = False
     style_flags: ClassVar[frozenset[str]] = frozenset()
+    ignored_settings: ClassVar[frozenset[str]] = frozenset()
     allows_packed: ClassVar[bool] = True
 
     @abstractmethod
@@ -224,9 +227,25 @@ class Format(ABC):
         """Dotted key -> value of the keys that neither `read_config` reads nor a conversion carries."""
         return {}
 
+    def with_unread(self, written: Json, source: Mapping[str, Any]) -> Json:
+        """A config written in this dialect with the keys of its source that `unread` lists."""
+        return written
+
     def unknown_keys(self, config: Mapping[str, Any], carried: Mapping[str, Any]) -> list[str]:
         """The keys that are neither fields of a draft nor usual keys of Hugging Face's configs."""
-        return sorted(key for key in {**carried, **self.unread(config)} if key not in USUAL_KEYS)
+        fields = {key.removeprefix(self.body) for keys in self.keys.values() for key in keys}
+        found = {**carried, **self.unread(config)}.keys() - USUAL_KEYS - fields
+        return sorted((*found, *self._unknown_rope_keys(config)))
+
+    def _unknown_rope_keys(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """The keys of the rope objects that no rope type has. Conversions carry them."""
+        for place in self.keys.get("rope", ()):
+            stated = as_object(look_up(config, place))
+            kinds = [kind for kind in (FULL, SLIDING) if isinstance(stated.get(kind), dict)]
+            for inner in ("", *kinds):
+                for key in stated[inner] if inner else stated:
+                    if key not in KNOWN_ROPE_KEYS and key not in kinds:
+                        yield ".".join(filter(None, (place.removeprefix(self.body), inner, key)))
 
     def adapt(self, config: DraftConfig, carried: Mapping[str, Any]) -> tuple[DraftConfig, Json]:
         """The draft and its carried keys, without settings that readers of this dialect would apply wrongly."""
@@ -293,6 +312,17 @@ USUAL_KEYS = frozenset(
     }
 )  # fmt: skip
 """Keys of every config that transformers writes, which change nothing about a draft."""
+
+
+KNOWN_ROPE_KEYS = frozenset(
+    {
+        "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor",
+        "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor",
+        "low_freq_factor", "high_freq_factor", "partial_rotary_factor", "mrope_section", "mrope_interleaved",
+        "rope_dim",
+    }
+)  # fmt: skip
+"""Keys of `rope_scaling` and `rope_parameters`. Source: transformers 5.23.0 modeling_rope_utils.py; SGLang 0.5.23."""
 
 
 FORMATS: Registry[type[Format]] = Registry("format", sets_name=True)
