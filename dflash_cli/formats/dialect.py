@@ -235,17 +235,8 @@ class Format(ABC):
         """The keys that are neither fields of a draft nor usual keys of Hugging Face's configs."""
         fields = {key.removeprefix(self.body) for keys in self.keys.values() for key in keys}
         found = {**carried, **self.unread(config)}.keys() - USUAL_KEYS - fields
-        return sorted((*found, *self._unknown_rope_keys(config)))
-
-    def _unknown_rope_keys(self, config: Mapping[str, Any]) -> Iterator[str]:
-        """The keys of the rope objects that no rope type has. Conversions carry them."""
-        for place in self.keys.get("rope", ()):
-            stated = as_object(look_up(config, place))
-            kinds = [kind for kind in (FULL, SLIDING) if isinstance(stated.get(kind), dict)]
-            for inner in ("", *kinds):
-                for key in stated[inner] if inner else stated:
-                    if key not in KNOWN_ROPE_KEYS and key not in kinds:
-                        yield ".".join(filter(None, (place.removeprefix(self.body), inner, key)))
+        ropes = unknown_rope_keys(config, self.keys.get("rope", ()))
+        return sorted((*found, *(key.removeprefix(self.body) for key in ropes)))
 
     def adapt(self, config: DraftConfig, carried: Mapping[str, Any]) -> tuple[DraftConfig, Json]:
         """The draft and its carried keys, without settings that readers of this dialect would apply wrongly."""
@@ -312,6 +303,16 @@ USUAL_KEYS = frozenset(
     }
 )  # fmt: skip
 """Keys of every config that transformers writes, which change nothing about a draft."""
+
+
+def unknown_rope_keys(config: Mapping[str, Any], places: Iterable[str]) -> Iterator[str]:
+    """The dotted keys inside the rope objects at these places that no rope type has. Conversions carry them."""
+    for place in places:
+        stated = as_object(look_up(config, place))
+        kinds = [kind for kind in (FULL, SLIDING) if isinstance(stated.get(kind), dict)]
+        for inner in (stated, *(stated[kind] for kind in kinds)):
+            path = next((f"{place}.{kind}" for kind in kinds if stated[kind] is inner), place)
+            yield from (f"{path}.{key}" for key in inner if key not in KNOWN_ROPE_KEYS and key not in kinds)
 
 
 KNOWN_ROPE_KEYS = frozenset(

@@ -13,6 +13,7 @@ from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
 from dflash_runtime.errors import LossyConversion
 from dflash_testing import checkpoints as support
+from dflash_testing import kinds
 from dflash_testing.config_cases import ABSENT, BODY, METHODS, SLIDING, changed
 from dflash_testing.refusals import refuses
 
@@ -114,3 +115,15 @@ def test_a_key_that_is_checked_is_not_called_unknown(tmp_path: Path) -> None:
     config = support.native_config(eagle_aux_hidden_state_layer_ids=[1, 3])
     draft = support.write_checkpoint(tmp_path / "draft", config, support.body_arrays())
     assert "C49" not in {item.id for item in validate_draft(ValidationPlan(draft=draft)).findings}
+
+
+@pytest.mark.parametrize("name", kinds.CASES)
+def test_a_key_of_rope_is_named_in_a_draft_of_every_kind(name: str, tmp_path: Path) -> None:
+    case = kinds.CASES[name]
+    body = BODY if "transformer_layer_config" in case.config else ""
+    config = changed(case.config, {f"{body}rope_scaling": {**LINEAR, "zig": 3}})
+    draft = case.write(tmp_path / "draft", config)
+    found = json.loads(support.invoke("inspect", draft, "--json").out)
+    assert found["carried"][f"{body}rope_scaling.zig"] == 3
+    findings = validate_draft(ValidationPlan(draft=draft)).findings
+    assert f"config.json:{body}rope_scaling.zig" in {item.location for item in findings if item.id == "D02"}

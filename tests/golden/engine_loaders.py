@@ -213,6 +213,8 @@ def start_sglang(own: Own = nothing, prepare: Prepare = leave, *, own_layers: bo
     """
     import torch
 
+    if own_layers:
+        seem_hopper()
     kernels = next(Path(path) / "sglang/kernels/jit" for path in sys.path if (Path(path) / "sglang/srt").is_dir())
     for folder in ("include", "csrc"):
         (kernels / folder).mkdir(exist_ok=True)
@@ -325,6 +327,21 @@ def start_sglang(own: Own = nothing, prepare: Prepare = leave, *, own_layers: bo
         }
 
     return load
+
+
+def seem_hopper() -> None:
+    """Let SGLang find a GPU of compute capability 9.0 when it is imported and when it chooses kernels."""
+    import torch
+
+    torch.version.cuda = "12.9"
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.get_device_name = lambda device=None: "NVIDIA H100"
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
+        name="NVIDIA H100", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
+    )
 
 
 def use_one_rank() -> None:

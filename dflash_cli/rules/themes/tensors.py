@@ -31,6 +31,8 @@ WEIGHTS = "model.safetensors"
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
 ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+SEVERAL_A_WORD = frozenset({"U8", "I32"})
+"""Element types that may hold several packed numbers, so that a shape does not count numbers."""
 HEAD_NORM = re.compile(r"self_attn\.[qk]_norm\.")
 ATTENTION_BIAS = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
 FUSED = re.compile(r".*\b(qkv_proj|gate_up_proj)\.")
@@ -139,7 +141,7 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
 def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
     """fc.weight has as many columns as the tapped layers have features together."""
     info, taps = (subject.tensors or {}).get("fc.weight"), subject.stated.taps
-    if subject.target is None or info is None or taps is None or len(info.shape) != 2:
+    if subject.target is None or info is None or taps is None or len(info.shape) != 2 or info.dtype in SEVERAL_A_WORD:
         return
     width = subject.target.hidden_size
     if info.shape[1] != len(taps) * width:
@@ -198,8 +200,10 @@ def biases_fit(subject: Subject) -> Iterator[Problem]:
 )
 def one_element_type(subject: Subject) -> Iterator[Problem]:
     """All weights have the same element type, and it is not float16."""
-    counts = Counter(info.dtype for info in _body_tensors(subject).values())
-    if len(counts) > 1 and not _states_packing(subject):
+    is_packed = _states_packing(subject)
+    body = _body_tensors(subject).items()
+    counts = Counter(info.dtype for name, info in body if not (is_packed and layout.PACKED.match(name)))
+    if len(counts) > 1 and not is_packed:
         yield Problem(WEIGHTS, f"mixed element types: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}")
     if "F16" in counts:
         yield Problem(
