@@ -32,8 +32,8 @@ from dflash_cli.engines.serving_engine import (
 from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import Format, named_architectures
-from dflash_cli.formats.fields import LOGIT_SCALE
 from dflash_cli.formats.dspark import DSparkSpeculators
+from dflash_cli.formats.fields import LOGIT_SCALE
 from dflash_cli.formats.native import Native
 from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.rule import Outcome, Problem, check

@@ -1,5 +1,6 @@
 """Packed weights as engines load them: the parts of each matrix, which an engine fills, misses, or stops at."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -11,6 +12,7 @@ from dflash_cli.rules.subject import BODY_SIZES, Subject, stand_in
 from dflash_cli.rules.themes.tensors import FLOATS, WEIGHTS
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.layout import body_shapes
+from dflash_runtime.json_values import as_object, is_int
 
 KEY = "quantization_config"
 Shape = tuple[int, ...]
@@ -42,7 +44,9 @@ def is_packed(subject: Subject) -> bool:
     """Whether a DFlash draft states packed weights, or has a matrix of another type than floats."""
     stated = (item.value for item in subject.stated.statements(KEY))
     of_matrices = (
-        info.dtype not in FLOATS for name, info in (subject.tensors or {}).items() if name.startswith(("layers.", "fc."))
+        info.dtype not in FLOATS
+        for name, info in (subject.tensors or {}).items()
+        if name.startswith(("layers.", "fc."))
     )
     is_stated = any(value not in (None, {}) for value in stated) or QUANTIZATION_FILE in subject.files
     return subject.format.family == Format.family and (is_stated or any(of_matrices))
@@ -152,3 +156,78 @@ def awq(bits: int, group: int) -> PartsOf:
 def _zeros(rows: int, columns: int, bits: int, group: int) -> Parts:
     groups = columns // group if group > 0 else 1
     return {"qzeros": (groups, rows * bits // 32), "scales": (groups, rows)}
+
+
+def NOTHING(rows: int, columns: int) -> Parts:
+    """No parts."""
+    return {}
+
+
+def needed(settings: Mapping[str, Any], *keys: str) -> Any:
+    """The value of the first key that is there.
+
+    Raises:
+        EngineStops: none is.
+    """
+    if all(key not in settings for key in keys):
+        raise EngineStops(f"{KEY}.{keys[0]}", "missing")
+    return next(settings[key] for key in keys if key in settings)
+
+
+def fp8_parts(settings: Mapping[str, Any]) -> PartsOf:
+    """The parts of a matrix in FP8 with a scale for each tensor, or for each block.
+
+    Raises:
+        EngineStops: the key that is wrong.
+    """
+    scheme, block = needed(settings, "activation_scheme"), settings.get("weight_block_size")
+    if scheme not in ("static", "dynamic"):
+        raise EngineStops(f"{KEY}.activation_scheme", f"found {scheme!r}, expected static or dynamic")
+    if block is None:
+        return with_scale(
+            "weight_scale", lambda rows, columns: SCALAR, *(("input_scale",) if scheme == "static" else ())
+        )
+    if scheme == "static" or not isinstance(block, list) or len(block) != 2 or not all(map(is_int, block)):
+        raise EngineStops(f"{KEY}.weight_block_size", f"found {block!r}, expected two numbers, and dynamic activations")
+    return by_block("weight_scale_inv", (block[0], block[1]))
+
+
+def compressed_parts(settings: Mapping[str, Any]) -> PartsOf | None:
+    """The parts of a matrix of compressed-tensors; NOTHING without groups, None for several groups.
+
+    Raises:
+        EngineStops: the key that is wrong.
+    """
+    groups = settings.get("config_groups", {})
+    if not isinstance(groups, dict):
+        raise EngineStops(f"{KEY}.config_groups", f"found {groups!r}, expected an object")
+    group = as_object(next(iter(groups.values()), None))
+    if not groups or len(groups) > 1 or group.get("targets") != ["Linear"]:
+        return None if groups else NOTHING
+    return _scheme(as_object(group.get("weights")), group.get("input_activations"), settings.get("format"))
+
+
+def _scheme(weights: Mapping[str, Any], inputs: Any, form: Any) -> PartsOf | None:
+    """The parts of a matrix in one of compressed-tensors' formats.
+
+    Raises:
+        EngineStops: the format is not the one of these weights.
+    """
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    if bits == 4 and kind == "int" and strategy in ("group", "channel") and inputs is None:
+        if form != "pack-quantized":
+            raise EngineStops(f"{KEY}.format", f"found {form!r}, expected 'pack-quantized'")
+        size = weights.get("group_size")
+        return words(4, size if is_int(size) else 0)
+    if form == "nvfp4-pack-quantized":
+        return nibbles("weight_packed", "weight_global_scale", "input_global_scale")
+    if bits == 8 and form in ("float-quantized", "int-quantized") and strategy in ("channel", "tensor"):
+        more = () if as_object(inputs).get("dynamic") else ("input_scale",)
+        return with_scale("weight_scale", lambda rows, columns: (rows, 1) if strategy == "channel" else SCALAR, *more)
+    return None
+
+
+def is_listed(name: str, patterns: Collection[Any]) -> bool:
+    """Whether compressed-tensors' list names a module, as it is or by a regular expression."""
+    texts = [item for item in patterns if isinstance(item, str)]
+    return name in texts or any(re.match(item[3:], name) for item in texts if item.startswith("re:"))

@@ -8,24 +8,27 @@ layers/quantization; run on the drafts of tests/golden/quantised_verdicts.json.
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
 from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.packed_weights import (
     KEY,
+    NOTHING,
     SCALAR,
     PackedLoad,
     PartsOf,
     awq,
-    by_block,
+    compressed_parts,
+    fp8_parts,
     gptq,
+    is_listed,
     load_packed,
     matrices,
+    needed,
     nibbles,
     with_scale,
-    words,
 )
 from dflash_cli.rules.subject import Subject
 from dflash_cli.rules.themes.tensors import FLOATS
@@ -43,7 +46,6 @@ UNMODELLED = frozenset(
 """Methods that vLLM knows, and whose reading is not recorded."""
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}  # fmt: skip
-PER_ROW, PER_TENSOR = "channel", "tensor"
 Method = tuple[PartsOf, Callable[[str, str], bool]]
 """The parts of a packed matrix, and whether vLLM packs a module of (its name in vLLM, its name in the file)."""
 
@@ -99,7 +101,7 @@ def _method(settings: Mapping[str, Any], subject: Subject) -> Method | None:
         raise EngineStops(f"{KEY}.quant_method", f"found {name!r}, expected a text")
     name = name.lower().replace("_", "-") if name == "compressed_tensors" else name.lower()
     if name in ("", "mxfp4"):  # mxfp4 packs experts only
-        return (lambda rows, columns: {}), lambda runtime, module: False
+        return NOTHING, lambda runtime, module: False
     if name in UNMODELLED:
         return None
     if name in DEPRECATED or name not in METHODS:
@@ -107,79 +109,31 @@ def _method(settings: Mapping[str, Any], subject: Subject) -> Method | None:
     return METHODS[name](settings, subject)
 
 
-def _needed(settings: Mapping[str, Any], *keys: str) -> Any:
-    value = next((settings[key] for key in keys if key in settings), None)
-    if all(key not in settings for key in keys):
-        raise EngineStops(f"{KEY}.{keys[0]}", "missing")
-    return value
-
-
 def _fp8(settings: Mapping[str, Any], subject: Subject) -> Method:
     """FP8 with a scale for each tensor, or for each block."""
-    scheme, block = _needed(settings, "activation_scheme"), settings.get("weight_block_size")
-    if scheme not in ("static", "dynamic"):
-        raise EngineStops(f"{KEY}.activation_scheme", f"found {scheme!r}, expected static or dynamic")
     ignored = settings.get("ignored_layers") or settings.get("modules_to_not_convert") or []
     if not isinstance(ignored, list | str):
         raise EngineStops(f"{KEY}.modules_to_not_convert", f"found {ignored!r}, expected a list")
-    if block is None:
-        more = ("input_scale",) if scheme == "static" else ()
-        parts = with_scale("weight_scale", lambda rows, columns: SCALAR, *more)
-    elif scheme == "static" or not isinstance(block, list) or len(block) != 2 or not all(map(is_int, block)):
-        raise EngineStops(f"{KEY}.weight_block_size", f"found {block!r}, expected two numbers, and dynamic activations")
-    else:
-        parts = by_block("weight_scale_inv", (block[0], block[1]))
-    return parts, lambda runtime, module: runtime not in ignored
+    return fp8_parts(settings), lambda runtime, module: runtime not in ignored
 
 
 def _compressed(settings: Mapping[str, Any], subject: Subject) -> Method | None:
     """compressed-tensors with one group of settings for every linear layer."""
-    groups, ignored = settings.get("config_groups", {}), settings.get("ignore", [])
-    if not isinstance(groups, dict):
-        raise EngineStops(f"{KEY}.config_groups", f"found {groups!r}, expected an object")
+    ignored, parts = settings.get("ignore", []), compressed_parts(settings)
     if not isinstance(ignored, list):
         raise EngineStops(f"{KEY}.ignore", f"found {ignored!r}, expected a list")
-    if not groups:
-        return (lambda rows, columns: {}), lambda runtime, module: False
-    group = as_object(next(iter(groups.values())))
-    if len(groups) > 1 or group.get("targets") != ["Linear"]:
-        return None
-    parts = _scheme(as_object(group.get("weights")), group.get("input_activations"), settings.get("format"))
-    return None if parts is None else (parts, lambda runtime, module: not _is_listed(runtime, ignored))
-
-
-def _scheme(weights: Mapping[str, Any], inputs: Any, form: Any) -> PartsOf | None:
-    """The parts of a matrix in one of compressed-tensors' formats.
-
-    Raises:
-        EngineStops: the format is not the one of these weights.
-    """
-    bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
-    if bits == 4 and kind == "int" and strategy in ("group", PER_ROW) and inputs is None:
-        if form != "pack-quantized":
-            raise EngineStops(f"{KEY}.format", f"found {form!r}, expected 'pack-quantized'")
-        size = weights.get("group_size")
-        return words(4, size if is_int(size) else 0)
-    if form == "nvfp4-pack-quantized":
-        return nibbles("weight_packed", "weight_global_scale", "input_global_scale")
-    if bits == 8 and form in ("float-quantized", "int-quantized") and strategy in (PER_ROW, PER_TENSOR):
-        more = () if as_object(inputs).get("dynamic") else ("input_scale",)
-        per_row = strategy == PER_ROW
-        return with_scale("weight_scale", lambda rows, columns: (rows, 1) if per_row else SCALAR, *more)
-    return None
-
-
-def _is_listed(name: str, patterns: Collection[Any]) -> bool:
-    """Whether compressed-tensors' list names a module, as it is or by a regular expression."""
-    texts = [item for item in patterns if isinstance(item, str)]
-    return name in texts or any(re.match(item[3:], name) for item in texts if item.startswith("re:"))
+    return (
+        None
+        if parts is None
+        else (parts, lambda runtime, module: parts is not NOTHING and not is_listed(runtime, ignored))
+    )
 
 
 def _gptq(settings: Mapping[str, Any], subject: Subject) -> Method:
     """GPTQ. Which modules are packed follows from the file, by names that vLLM's modules do not have."""
-    bits, group = _needed(settings, "bits"), _needed(settings, "group_size")
+    bits, group = needed(settings, "bits"), needed(settings, "group_size")
     for key in ("desc_act", "sym"):
-        _needed(settings, key)
+        needed(settings, key)
     if settings["desc_act"] is True or settings["sym"] is not True or not is_int(bits) or bits not in (4, 8):
         wrong = "desc_act" if settings["desc_act"] is True else "sym" if settings["sym"] is not True else "bits"
         raise EngineStops(f"{KEY}.{wrong}", f"found {settings[wrong]!r}; vLLM packs 4 or 8 bits, symmetric, in order")
@@ -191,8 +145,8 @@ def _gptq(settings: Mapping[str, Any], subject: Subject) -> Method:
 
 def _awq(settings: Mapping[str, Any], subject: Subject) -> Method:
     """AWQ. Without a list, the modules whose tensors are all plain are the plain ones."""
-    bits, group = _needed(settings, "w_bit", "bits"), _needed(settings, "q_group_size", "group_size")
-    _needed(settings, "zero_point")
+    bits, group = needed(settings, "w_bit", "bits"), needed(settings, "q_group_size", "group_size")
+    needed(settings, "zero_point")
     if bits != 4:
         raise EngineStops(f"{KEY}.bits", f"found {bits!r}, expected 4")
     listed = settings.get("modules_to_not_convert")
@@ -216,16 +170,18 @@ def _modelopt(settings: Mapping[str, Any], subject: Subject) -> Method | None:
         if str(algo).upper() in ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W4A16_NVFP4", "MXFP8", "MIXED_PRECISION"):
             return None
         raise EngineStops(f"{KEY}.quant_algo", f"found {algo!r}, expected one of {', '.join(MODELOPT)}")
-    ignored = inner.get("exclude_modules", []) if inner is not settings else settings.get(
-        "ignore", settings.get("exclude_modules", [])
+    ignored = (
+        inner.get("exclude_modules", [])
+        if inner is not settings
+        else settings.get("ignore", settings.get("exclude_modules", []))
     )
     if not isinstance(ignored, list):
         raise EngineStops(f"{KEY}.ignore", f"found {ignored!r}, expected a list")
     depth = subject.num_target_layers or 0
     names = [_modelopt_name(item, depth) for item in ignored if isinstance(item, str)]
-    return MODELOPT[str(algo).upper()], lambda runtime, module: not any(
-        name in runtime or fnmatch(runtime, name) for name in names
-    )
+    return MODELOPT[
+        str(algo).upper()
+    ], lambda runtime, module: not any(name in runtime or fnmatch(runtime, name) for name in names)
 
 
 def _modelopt_name(listed: str, depth: int) -> str:

@@ -159,7 +159,7 @@ def start_vllm(own: Own = nothing, prepare: Prepare = leave, *, on_gpu: bool = F
 
 
 def hopper_of(base: Any) -> Any:
-    """A platform of vLLM that runs on a CPU, and that kernels and quantization methods see as a GPU of capability 9.0."""
+    """A platform of vLLM that runs on a CPU, and that kernels and quantization see as a GPU of capability 9.0."""
     import pkgutil
     from importlib import import_module
 

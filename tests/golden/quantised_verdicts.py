@@ -1,7 +1,19 @@
-"""Record what engines' own code makes of quantised drafts, for tests/behaviour/test_quantised_verdicts.py."""
+"""Record what engines' own code makes of quantised drafts, for tests/behaviour/test_quantised_verdicts.py.
+
+The drafts are the cases of `dflash_testing.quantised_cases`. `engine_verdicts` tells how to install the engines; this
+script also needs pytest, accelerate, loguru and compressed-tensors 0.17.0, or 0.18.0 for SGLang.
+
+vLLM and SGLang build their own quantised layers on a CPU while they believe in a GPU of compute capability 9.0. Before
+loading, every parameter gets the same bytes, so that the parameters without a tensor are known afterwards. The work
+after loading, such as repacking for a kernel, needs the GPU and does not run.
+
+    env/bin/python tests/golden/quantised_verdicts.py vllm engines/vllm-0.33.0 tests/golden/quantised_verdicts.json
+    env/bin/python tests/golden/quantised_verdicts.py sglang engines/sglang tests/golden/quantised_verdicts.json
+    TORCHDYNAMO_DISABLE=1 env/bin/python tests/golden/quantised_verdicts.py zlab - tests/golden/quantised_verdicts.json
+"""
 
 import json
-import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,9 +52,11 @@ def mark(model: Any) -> None:
     import torch
 
     for parameter in model.parameters():
-        parameter.data = torch.full((parameter.numel() * parameter.element_size(),), SENTINEL, dtype=torch.uint8).view(
-            parameter.dtype
-        ).view(parameter.shape)
+        parameter.data = (
+            torch.full((parameter.numel() * parameter.element_size(),), SENTINEL, dtype=torch.uint8)
+            .view(parameter.dtype)
+            .view(parameter.shape)
+        )
 
 
 UNNEEDED = ("lm_head.", "model.embed_tokens.", "model.mask_embedding")
@@ -101,6 +115,15 @@ def plain_of(found: Reading) -> Reading:
 BASES = ("native, fp8 tensor, all", "native, fp8 block, all")
 
 
+UNREAD: Mapping[str, tuple[str, ...]] = {"sglang": ("gptq", "awq", "bitsandbytes nf4", "bitsandbytes int8")}
+"""Engine -> the packings whose methods need compiled code to be chosen."""
+
+
+def is_read(case: quantised_cases.QuantisedCase, engine: str) -> bool:
+    """Whether the engine is asked: only vLLM reads the speculators dialect."""
+    return engine == "vllm" or (case.base == "native" and case.packing not in UNREAD.get(engine, ()))
+
+
 RECORDER = Recorder(
     description=__doc__,
     engines={
@@ -109,7 +132,7 @@ RECORDER = Recorder(
         "zlab": ("dflash", partial(engine_loaders.start_zlab, of_zlab), "z-lab 0.1.0"),
     },
     cases=quantised_cases.all_cases(),
-    is_read=lambda case, engine: engine == "vllm" or case.base == "native",
+    is_read=is_read,
     stem_of=lambda case: "draft",
     plain_of=plain_of,
     base_of=lambda plain, name: plain,
