@@ -79,7 +79,7 @@ def lost_keys(changes: Iterable[Change], carried: Mapping[str, Any], source_form
 
 
 def _is_inside(key: str, places: Collection[str]) -> bool:
-    """Whether a dotted key is one of the places, or lies in one of them."""
+    """Whether one of the dotted keys in `places` is the key or contains it."""
     return any(key == place or key.startswith(f"{place}.") for place in places)
 
 

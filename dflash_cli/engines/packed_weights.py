@@ -26,7 +26,7 @@ SCALAR: Shape = (1,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLoad:
-    """What an engine makes of packed weights.
+    """The faults with which an engine loads packed weights.
 
     unfilled  parameters without a tensor in the file, which keep random values
     misread   matrices of packed numbers that the engine takes for plain ones
@@ -74,12 +74,12 @@ def load_packed(
 ) -> PackedLoad:
     """Compare the stored parts of each matrix with the parts that the engine has parameters for.
 
-    parts_of   a module -> its parts if the engine takes it for packed, None if for plain
-    is_strict  the engine stops at a tensor that it has no parameter for
-    skipped    parts that the engine passes over
+    parts_of   a module -> its parts if the engine packs it, else None
+    is_strict  whether the engine stops at a tensor without a parameter
+    skipped    ends of names that the engine passes over
 
     Raises:
-        EngineStops: a tensor has another shape, or no parameter.
+        EngineStops: a tensor has another shape, or the engine lacks a parameter for it.
     """
     if subject.tensors is None:
         return PackedLoad()

@@ -37,7 +37,7 @@ UNMODELLED = frozenset(
         "compressed_tensors",
     }
 )  # fmt: skip
-"""Methods whose reading is not recorded. GPTQ and AWQ need compiled code to be chosen."""
+"""Methods without a recording. SGLang chooses GPTQ and AWQ by compiled code."""
 SHARDS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 FUSED = {shard: fused for fused, shards in SHARDS.items() for shard in shards}
 Method = tuple[PartsOf, Callable[[str], bool]]
@@ -45,7 +45,7 @@ Method = tuple[PartsOf, Callable[[str], bool]]
 
 
 def load_packing(subject: Subject, found: Mapping[str, Any], num_taps: int) -> PackedLoad | None:
-    """What SGLang makes of a draft's packed weights; None for a method that is not modelled.
+    """The faults with which SGLang loads a draft's packed weights; None for a method without a model here.
 
     Raises:
         EngineStops: the key or the tensor at which it stops.

@@ -43,7 +43,7 @@ UNMODELLED = frozenset(
         "int8_per_channel_weight_only", "nvfp4_per_token", "mxfp8",
     }
 )  # fmt: skip
-"""Methods that vLLM knows, and whose reading is not recorded."""
+"""Methods of vLLM without a recording."""
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
          "up_proj": "gate_up_proj"}  # fmt: skip
 Method = tuple[PartsOf, Callable[[str, str], bool]]
@@ -61,7 +61,7 @@ def stated_packing(subject: Subject) -> Any:
 
 
 def load_packing(subject: Subject, found: Mapping[str, Any], num_taps: int) -> PackedLoad | None:
-    """What vLLM makes of a draft's packed weights; None for a method that is not modelled.
+    """The faults with which vLLM loads a draft's packed weights; None for a method without a model here.
 
     found  the keys of the config as the config class fills them in
 
@@ -130,7 +130,7 @@ def _compressed(settings: Mapping[str, Any], subject: Subject) -> Method | None:
 
 
 def _gptq(settings: Mapping[str, Any], subject: Subject) -> Method:
-    """GPTQ. Which modules are packed follows from the file, by names that vLLM's modules do not have."""
+    """GPTQ. Without a list, vLLM takes the packed modules' names from the file. Its own modules have other names."""
     bits, group = needed(settings, "bits"), needed(settings, "group_size")
     for key in ("desc_act", "sym"):
         needed(settings, key)
@@ -144,7 +144,7 @@ def _gptq(settings: Mapping[str, Any], subject: Subject) -> Method:
 
 
 def _awq(settings: Mapping[str, Any], subject: Subject) -> Method:
-    """AWQ. Without a list, the modules whose tensors are all plain are the plain ones."""
+    """AWQ. Without a list, modules with only plain tensors in the file are plain."""
     bits, group = needed(settings, "w_bit", "bits"), needed(settings, "q_group_size", "group_size")
     needed(settings, "zero_point")
     if bits != 4:

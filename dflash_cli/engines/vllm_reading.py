@@ -53,7 +53,7 @@ READS_ROPE_STYLE: Release = (0, 29)
 SCALES_VALUES: Release = (0, 31)
 """The first release that reads dflash_config.attention_value_scale."""
 READS_PACKED: Release = (0, 33)
-"""The release whose loading of packed weights is recorded."""
+"""The first release with a recording of packed weights."""
 MIXED_BY_DEFAULT = ("gemma2",)
 """Model types outside the modelled classes that have both kinds of layers if no key states them."""
 OLDER_TRANSFORMERS: Release = (0, 31)

@@ -56,7 +56,7 @@ def make(path: Path, dialect: str, place: str) -> Path:
 
 
 def stated(config: Any, place: str) -> Any:
-    """The value of a dotted key, whose parts may be `key[0]`."""
+    """The value of a dotted key. A part such as `key[0]` indexes a list."""
     for part in place.partition(" ")[0].split("."):
         key, _, index = part.partition("[")
         config = config[key]
@@ -86,7 +86,7 @@ def test_its_own_dialect_keeps_it_and_lists_it_once(dialect: str, place: str, tm
 
 @pytest.mark.parametrize("place", SPECULATORS)
 def test_another_dialect_keeps_it_or_asks(place: str, tmp_path: Path) -> None:
-    """A key that native files have no place for is lost only with allow_lossy, and then it is listed."""
+    """A native file cannot state some keys. Only allow_lossy drops them, and the manifest lists them."""
     draft = make(tmp_path / "draft", "speculators", place)
     if place.startswith(BODY):
         support.convert(draft, tmp_path / "out", "native")

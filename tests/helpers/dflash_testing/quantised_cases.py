@@ -64,9 +64,9 @@ class Packing:
 
     settings  the value of `quantization_config`
     parts     (rows, columns) of a matrix -> the tensors that hold it
-    ignored   the key of `settings` that lists modules with plain weights
+    ignored   the key of `settings` with the list of plain modules
     scale     the part that is absent or misshapen in cases about scales
-    in_file   the settings are in hf_quant_config.json, and `config.json` has none
+    in_file   whether hf_quant_config.json has the settings instead of config.json
     """
 
     settings: Mapping[str, Any]
