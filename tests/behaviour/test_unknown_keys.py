@@ -110,6 +110,15 @@ def test_a_repair_neither_settles_nor_loses_it(dialect: str, tmp_path: Path) -> 
         assert repaired is None or ("C49" not in repaired.fixed and "C49" in {item.id for item in repaired.left}), place
 
 
+def test_a_repair_does_not_call_settings_fixed_that_it_drops(tmp_path: Path) -> None:
+    """Speculators files of this tool have one proposal method, so that a second one is dropped and stays listed."""
+    config = changed(support.speculators_config(), {METHODS: [GREEDY, {**GREEDY, "proposal_type": "sampling"}]})
+    plan = ValidationPlan(draft=support.write_checkpoint(tmp_path / "draft", config, support.body_arrays()))
+    repaired = repair_draft(plan, validate_draft(plan), tmp_path / "fixed")
+    assert repaired is not None
+    assert (repaired.fixed, "C49" in {item.id for item in repaired.left}) == (("C33",), True)
+
+
 def test_a_key_that_is_checked_is_not_called_unknown(tmp_path: Path) -> None:
     """eagle_aux_hidden_state_layer_ids states the tapped layers a second time, and C08 compares both lists."""
     config = support.native_config(eagle_aux_hidden_state_layer_ids=[1, 3])
