@@ -71,12 +71,14 @@ def load_packed(
     *,
     is_strict: bool,
     skipped: Collection[str] = (),
+    cutting: tuple[str, ...] = (),
 ) -> PackedLoad:
     """Compare the stored parts of each matrix with the parts that the engine has parameters for.
 
     parts_of   a module -> its parts if the engine packs it, else None
     is_strict  whether the engine stops at a tensor without a parameter
     skipped    ends of names that the engine passes over
+    cutting    ends of modules whose matrices the engine cuts to the columns that it expects
 
     Raises:
         EngineStops: a tensor has another shape, or the engine lacks a parameter for it.
@@ -98,13 +100,20 @@ def load_packed(
                 if is_strict:
                     raise EngineStops(place, "the engine has no parameter for it")
                 continue
-            if not _fits(tuple(info.shape), expected[part]):
+            is_cut = module.endswith(cutting) if cutting else False
+            if is_cut and _has_more_columns(tuple(info.shape), expected[part]):
+                misread.append(f"{module}.{part}")
+            elif not _fits(tuple(info.shape), expected[part]):
                 why = f"found {tuple(info.shape)}, the engine expects {expected[part]}"
                 raise EngineStops(place, why)
-            if packed is None and info.dtype not in FLOATS:
+            elif packed is None and info.dtype not in FLOATS:
                 misread.append(f"{module}.{part}")
         unfilled += [f"{module}.{part}" for part in expected if part not in stored]
     return PackedLoad(unfilled=tuple(unfilled), misread=tuple(misread))
+
+
+def _has_more_columns(found: Shape, expected: Shape) -> bool:
+    return len(found) == len(expected) == 2 and found[0] == expected[0] and found[1] > expected[1]
 
 
 def _fits(found: Shape, expected: Shape) -> bool:

@@ -34,7 +34,6 @@ UNMODELLED = frozenset(
         "mxfp8", "minimax_m3_nvfp4", "blockwise_int8", "nvfp4_online", "modelopt_mixed", "w8a8_int8", "w8a8_fp8", "awq",
         "awq_marlin", "bitsandbytes", "gguf", "gptq", "gptq_marlin", "moe_wna16", "w4afp8", "petit_nvfp4", "quark",
         "quark_mxfp4", "auto-round", "auto-round-int8", "modelslim", "quark_int4fp8_moe", "humming", "mxfp_w4a8",
-        "compressed_tensors",
     }
 )  # fmt: skip
 """Methods without a recording. SGLang chooses GPTQ and AWQ by compiled code."""
@@ -62,7 +61,7 @@ def load_packing(subject: Subject, found: Mapping[str, Any], num_taps: int) -> P
         last = module.rpartition(".")[2]
         return parts if last != "fc" and is_packed(FUSED.get(last, last)) else None
 
-    return load_packed(subject, matrices(found, num_taps), parts_of, is_strict=False)
+    return load_packed(subject, matrices(found, num_taps), parts_of, is_strict=False, cutting=("o_proj", "down_proj"))
 
 
 def _method(settings: Mapping[str, Any]) -> Method | None:
@@ -73,8 +72,8 @@ def _method(settings: Mapping[str, Any]) -> Method | None:
         raise EngineStops(f"{KEY}.quant_method", f"found {name!r}, expected a text")
     if name.lower() in UNMODELLED:
         return None
-    if name.lower() == "mxfp4":  # packs experts only
-        return NOTHING, lambda module: False
+    if name.lower() == "modelopt":
+        raise EngineStops(f"{KEY}.quant_algo", f"found {settings.get('quant_algo')!r}, expected FP8 or NVFP4")
     if name.lower() not in METHODS:
         raise EngineStops(f"{KEY}.quant_method", f"found {name!r}, which SGLang 0.5.23 does not load")
     return METHODS[name.lower()](settings)
@@ -115,7 +114,6 @@ def _modelopt(parts: PartsOf) -> Callable[[Mapping[str, Any]], Method]:
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method | None]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
-    "modelopt": _modelopt(with_scale("weight_scale", lambda rows, columns: SCALAR, "input_scale")),
     "modelopt_fp8": _modelopt(with_scale("weight_scale", lambda rows, columns: SCALAR, "input_scale")),
     "modelopt_fp4": _modelopt(nibbles("weight", "weight_scale_2", "input_scale")),
 }

@@ -256,7 +256,13 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
             outcome="serves",
         )
     elif packed:
-        yield Problem(WEIGHTS, f"packed weights ({', '.join(packed)}) without a quantization_config")
+        problem = Problem(WEIGHTS, f"packed weights ({', '.join(packed)}) without a quantization_config")
+        loading = tuple(engine.name for engine in subject.plan.engines if engine.loads_config(subject))
+        others = tuple(engine.name for engine in subject.plan.engines if engine.name not in loading)
+        if others or not loading:
+            yield replace(problem, engines=others or None)
+        if loading:  # S42 lists the parts that they misread
+            yield replace(problem, engines=loading, severity="warning", outcome="serves")
 
 
 def _states_packing(subject: Subject) -> bool:
