@@ -1,7 +1,7 @@
 """Record what engines' own code makes of quantised drafts, for tests/behaviour/test_quantised_verdicts.py.
 
 The drafts are the cases of `dflash_testing.quantised_cases`. `engine_verdicts` tells how to install the engines; this
-script also needs pytest, accelerate, loguru and compressed-tensors 0.17.0, or 0.18.0 for SGLang.
+script also needs pytest, loguru and compressed-tensors 0.17.0, or 0.18.0 for SGLang.
 
 vLLM and SGLang build their own quantised layers on a CPU while they believe in a GPU of compute capability 9.0. Before
 loading, every parameter gets the same bytes, so that the parameters without a tensor are known afterwards. The work
@@ -9,7 +9,6 @@ after loading, such as repacking for a kernel, needs the GPU and does not run.
 
     env/bin/python tests/golden/quantised_verdicts.py vllm engines/vllm-0.33.0 tests/golden/quantised_verdicts.json
     env/bin/python tests/golden/quantised_verdicts.py sglang engines/sglang tests/golden/quantised_verdicts.json
-    TORCHDYNAMO_DISABLE=1 env/bin/python tests/golden/quantised_verdicts.py zlab - tests/golden/quantised_verdicts.json
 """
 
 import json
@@ -102,11 +101,6 @@ def of_vllm(model: Any, config: Any, draft: Path) -> Reading:
     return of_model(model, draft)
 
 
-def of_zlab(model: Any, config: Any, draft: Path) -> Reading:
-    """Nothing beside what the loader says about keys."""
-    return {}
-
-
 def plain_of(found: Reading) -> Reading:
     """The reading of a draft that is packed as a whole, by which the file states the others."""
     return next((found[name] for name in BASES if "stops" not in found.get(name, {"stops": ""})), {})
@@ -129,7 +123,6 @@ RECORDER = Recorder(
     engines={
         "vllm": ("vllm", partial(engine_loaders.start_vllm, of_vllm, mark, on_gpu=True), "vllm"),
         "sglang": ("sglang", partial(engine_loaders.start_sglang, of_vllm, mark, own_layers=True), "sglang 0.5.23"),
-        "zlab": ("dflash", partial(engine_loaders.start_zlab, of_zlab), "z-lab 0.1.0"),
     },
     cases=quantised_cases.all_cases(),
     is_read=is_read,

@@ -23,6 +23,10 @@ CASES = [
         rule="S42", at="model.safetensors:fc.weight_scale", names=("vllm 0.33",), engines="vllm",
         config=top(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}),
     ),
+    Case(
+        rule="S43", key="quantization_config.quant_method", names=("fp8", "accelerate"), engines="transformers",
+        config=top(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    ),
     Case(rule="S27", key="logit_scale", names=("0.05",), engines="llama.cpp", config=top(logit_scale=0.05)),
     Case(rule="S09", key="speculators_config", names=("speculators", "native"), dialect=SPEC, engines="sglang"),
     Case(rule="S10", key="draft_vocab_size", names=("12", "32"), dialect=SPEC, shape=support.REDUCED, engines="sglang"),
