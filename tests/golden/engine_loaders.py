@@ -190,7 +190,7 @@ def hopper_of(base: Any) -> Any:
             except (ImportError, AttributeError):  # of other platforms
                 continue
             if hasattr(module, "current_platform"):
-                module.current_platform = Seen()
+                vars(module)["current_platform"] = Seen()
             for name in [name for name in dir(module) if any(getattr(module, name) is item for item in compiled)]:
                 setattr(module, name, lambda *given: True)  # the compiled library answers so for capability 9.0
     kernels.current_platform = Seen()
@@ -339,9 +339,10 @@ def seem_hopper() -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.get_device_name = lambda device=None: "NVIDIA H100"
-    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
+    hopper: Any = SimpleNamespace(
         name="NVIDIA H100", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
     )
+    torch.cuda.get_device_properties = lambda device=None: hopper
 
 
 def use_one_rank() -> None:

@@ -101,7 +101,7 @@ def of_vllm(model: Any, config: Any, draft: Path) -> Reading:
     return of_model(model, draft)
 
 
-def plain_of(found: Reading) -> Reading:
+def plain_of(found: Mapping[str, Reading]) -> Reading:
     """The reading of a draft that is packed as a whole, by which the file states the others."""
     return next((found[name] for name in BASES if "stops" not in found.get(name, {"stops": ""})), {})
 
