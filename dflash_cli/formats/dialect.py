@@ -14,8 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_cli.formats.fields import AS_IT_IS, SCALES, Keys, Spelling, look_up, scales_in_use
-from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
+from dflash_cli.formats.fields import (
+    AS_IT_IS,
+    SCALES,
+    Keys,
+    Spelling,
+    look_up,
+    scales_in_use,
+    unknown_rope_keys,
+)
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
 from dflash_runtime.json_values import as_object
@@ -303,27 +310,6 @@ USUAL_KEYS = frozenset(
     }
 )  # fmt: skip
 """Keys of every config that transformers writes, which change nothing about a draft."""
-
-
-def unknown_rope_keys(config: Mapping[str, Any], places: Iterable[str]) -> Iterator[str]:
-    """The dotted keys inside the rope objects at these places that no rope type has. Conversions carry them."""
-    for place in places:
-        stated = as_object(look_up(config, place))
-        kinds = [kind for kind in (FULL, SLIDING) if isinstance(stated.get(kind), dict)]
-        for inner in (stated, *(stated[kind] for kind in kinds)):
-            path = next((f"{place}.{kind}" for kind in kinds if stated[kind] is inner), place)
-            yield from (f"{path}.{key}" for key in inner if key not in KNOWN_ROPE_KEYS and key not in kinds)
-
-
-KNOWN_ROPE_KEYS = frozenset(
-    {
-        "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor",
-        "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor",
-        "low_freq_factor", "high_freq_factor", "partial_rotary_factor", "mrope_section", "mrope_interleaved",
-        "rope_dim",
-    }
-)  # fmt: skip
-"""Keys of `rope_scaling` and `rope_parameters`. Source: transformers 5.23.0 modeling_rope_utils.py; SGLang 0.5.23."""
 
 
 FORMATS: Registry[type[Format]] = Registry("format", sets_name=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from dflash_cli.formats.dialect import USUAL_KEYS, named_architectures, unknown_rope_keys
+from dflash_cli.formats.dialect import USUAL_KEYS, named_architectures
 from dflash_cli.formats.draft_kinds.kind import Kind, variant_of
 from dflash_cli.formats.draft_kinds.table import BODY, Key, Renaming, Tensors, Variant, counted, evaluate
-from dflash_cli.formats.fields import look_up
+from dflash_cli.formats.fields import look_up, unknown_rope_keys
 from dflash_runtime.checkpoint.layout import PREFIXES
 from dflash_runtime.errors import MISSING
 from dflash_runtime.json_values import as_object, is_int
