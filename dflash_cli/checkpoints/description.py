@@ -207,7 +207,9 @@ def describe_layers(config: DraftConfig) -> str:
 
 def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description:
     draft = read_draft(checkpoint, detection)
-    selection = draft.select_tensors()
+    selection, dialect = draft.select_tensors(), detection.format
+    keys = dialect.unknown_keys(checkpoint.config, draft.parsed.carried)
+    unknown = {key: look_up(checkpoint.config, dialect.stored_key(key)) for key in keys}
     return Description(
         path=checkpoint.path,
         config=draft.config,
@@ -217,7 +219,7 @@ def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description
         dialect=detection.format.name,
         title=detection.format.title,
         evidence=detection.evidence,
-        carried={**draft.parsed.carried, **draft.format.unread(checkpoint.config)},
+        carried={**unknown, **draft.parsed.carried, **draft.format.unread(checkpoint.config)},
         metadata={key: value for key, value in checkpoint.metadata.items() if key != "format"},
         notes=draft.parsed.notes,
         unserved=draft.parsed.unserved,

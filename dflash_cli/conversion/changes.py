@@ -71,10 +71,16 @@ def key_changes(
     return [*changes, *_new_keys(after, reached, result_format)]
 
 
-def lost_keys(changes: Iterable[Change], carried: Mapping[str, Any]) -> list[str]:
+def lost_keys(changes: Iterable[Change], carried: Mapping[str, Any], source_format: Format) -> list[str]:
     """The dropped keys of unknown meaning. Each may be a part of the draft."""
-    stated = {_leaf(key) for key, value in carried.items() if value is not None} - WHY_DROPPED.keys()
-    return [item.from_ for item in changes if item.change == "dropped" and item.from_ and _leaf(item.from_) in stated]
+    places = {source_format.stored_key(key) for key, value in carried.items() if value is not None}
+    dropped = [item.from_ for item in changes if item.change == "dropped" and item.from_ is not None]
+    return [key for key in dropped if _leaf(key) not in WHY_DROPPED and _is_inside(key, places)]
+
+
+def _is_inside(key: str, places: Collection[str]) -> bool:
+    """Whether one of the dotted keys in `places` is the key or contains it."""
+    return any(key == place or key.startswith(f"{place}.") for place in places)
 
 
 def _change(key: str, value: Any, field: str | None, after: Mapping[str, Any], result_format: Format) -> Change:

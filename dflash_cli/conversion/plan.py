@@ -41,11 +41,14 @@ class ConversionPlan(ResultPlan):
     @property
     def key_changes(self) -> list[Change]:
         source, dialect = self.draft.checkpoint.config, self.draft.format
-        lost = {key: f"{self.format.title} has no key for it" for key in dialect.unread(source)}
+        changes = key_changes(source, dialect, self.config_json, self.format)
+        listed = {change.from_ for change in changes}
+        unread = dialect.unread(source).keys() - self.format.unread(self.config_json).keys() - listed
+        lost = {key: f"{self.format.title} has no key for it" for key in sorted(unread)}
         for key in sorted(self.draft.checkpoint.metadata.keys() - {"format"}):
             lost[f"__metadata__.{key}"] = "metadata of the headers, which no reader uses"
         dropped = [Change(key, None, "dropped", why) for key, why in lost.items()]
-        return [*key_changes(source, dialect, self.config_json, self.format), *dropped]
+        return [*changes, *dropped]
 
     @property
     def tensor_changes(self) -> list[Change]:
@@ -88,6 +91,8 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         tensors = in_fp8(draft, tensors, spec.target, has_all=spec.quantizes_all)
     if spec.is_repair:
         config_json = _without_causality(draft, config, config_json, result)
+    if word_of(draft.format) == word_of(result):
+        config_json = result.with_unread(config_json, draft.checkpoint.config)
     reader_warnings += _lost_keys(draft, config_json, result, allow_lossy=spec.allow_lossy)
     warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *map_warnings, *reader_warnings]
     return ConversionPlan(
@@ -139,7 +144,10 @@ def _without_causality(draft: DraftCheckpoint, config: DraftConfig, config_json:
 def _lost_keys(draft: DraftCheckpoint, config_json: Json, result: Format, *, allow_lossy: bool) -> list[Notice]:
     """A warning about keys of unknown meaning that the result cannot state, or the refusal to leave them out."""
     changes = key_changes(draft.checkpoint.config, draft.format, config_json, result)
-    lost = lost_keys(changes, draft.parsed.carried)
+    lost = lost_keys(changes, draft.parsed.carried, draft.format)
+    for key in draft.format.unread(draft.checkpoint.config).keys() - result.unread(config_json).keys() - {*lost}:
+        lost += [] if key.rpartition(".")[2] in draft.format.ignored_settings else [key]
+    lost.sort()
     if not lost:
         return []
     text = f"{', '.join(lost)}: {result.title} has no key for it"

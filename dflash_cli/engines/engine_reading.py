@@ -42,6 +42,7 @@ class EngineReading:
     taps        the captured layers, counted from 0; -1 is the embedding's output
     block_size  None if the engine ignores the key
     cut         tensors that the engine loads in part: the config states fewer rows or columns than the file has
+    packed      parts of packed weights that the engine leaves at random values, or takes for plain numbers
     own         key -> value of the settings that only this family has
     """
 
@@ -60,6 +61,7 @@ class EngineReading:
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     cut: tuple[str, ...] = ()
+    packed: tuple[str, ...] = ()
     own: Mapping[str, Any] = field(default_factory=dict)
 
     def differences(self, config: DraftConfig) -> dict[str, tuple[Any, Any]]:

@@ -14,7 +14,7 @@ FIX = "dflash convert SRC {{out}} --to {engine} --quantize fp8 # from the plain 
 
 
 @check(
-    "S42",
+    "S44",
     effect="vLLM multiplies k and v of the context without scales and stops; it also stops at scales of a head",
     fix=FIX.format(engine="vllm"),
     source="vLLM 0.33.0 models/qwen3_dflash.py, _build_context_kv_buffers; vllm-project/vllm#51581",
@@ -27,7 +27,7 @@ def vllm_gets_plain_queries_keys_values_and_head(subject: Subject) -> Iterator[P
 
 
 @check(
-    "S43",
+    "S45",
     effect="SGLang reads q, k and v of a draft without their scales, so nearly nothing is accepted",
     fix=FIX.format(engine="sglang"),
     source="SGLang 0.5.23 models/dflash.py, DFlashAttention and load_weights",

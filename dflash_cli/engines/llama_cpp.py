@@ -33,6 +33,7 @@ from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import Format, named_architectures
 from dflash_cli.formats.dspark import DSparkSpeculators
+from dflash_cli.formats.fields import LOGIT_SCALE
 from dflash_cli.formats.native import Native
 from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.rule import Outcome, Problem, check
@@ -98,7 +99,7 @@ class LlamaCpp(ServingEngine):
         check_mask(mask, subject)
         return EngineReading(
             windows=windows,
-            causal=self.causality(subject),
+            causal=(any(self.causality(subject)),) * len(windows),
             taps=tuple(taps),
             mask_token_id=mask,
             rope=rope if "rope_theta" in rope else {},
@@ -201,14 +202,14 @@ def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
 
 @check_llama_cpp(
     "S27",
-    effect="llama.cpp ignores the scale, so the block's embeddings have another scale than in training",
+    effect="llama.cpp ignores the scale, so embeddings or logits have another scale than in training",
     fix="dflash eval-acceptance {draft} --target {target} # applies it; llama.cpp and vLLM do not",
     source="ggml-org/llama.cpp src/models/dflash.cpp",
     outcome="drops",
 )
 def llama_applies_no_scale(subject: Subject) -> Iterator[Problem]:
-    """input_embedding_scale is 1 or absent, because llama.cpp does not apply it."""
-    yield from stated_scales(subject, ("input_embedding_scale",))
+    """input_embedding_scale and logit_scale are 1 or absent, because llama.cpp does not apply them."""
+    yield from stated_scales(subject, ("input_embedding_scale", LOGIT_SCALE))
 
 
 def _gguf(reference: str) -> str:

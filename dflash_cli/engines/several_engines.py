@@ -328,6 +328,27 @@ def engine_reads_what_is_stated(subject: Subject) -> Iterator[Problem]:
             )
 
 
+@check(
+    "S42",
+    effect="the engine leaves scales at random values, or takes packed numbers for plain ones",
+    fix="list the plain modules by the engine's names, or convert the unpacked draft; then dflash validate {draft}",
+    source="tests/golden/quantised_verdicts.json",
+    engines=EVERY,
+    outcome="drops",
+    stage="unexplained",
+)
+def engine_fills_packed_weights(subject: Subject) -> Iterator[Problem]:
+    """The engine finds every part of packed weights, and packs the same modules as the file.
+
+    vLLM looks for modules by the numbers of the target's layers, so its lists of plain modules need names such as
+    `model.fc` and `model.layers.36.self_attn.o_proj` for a target of 36 layers.
+    """
+    for engine, reading in _readings(subject):
+        if isinstance(reading, EngineReading) and reading.packed:
+            message = f"{engine} does not load {len(reading.packed)} parts of packed weights as they are meant"
+            yield Problem(f"{WEIGHTS}:{reading.packed[0]}", message, engines=(engine.name,))
+
+
 def _readings(subject: Subject) -> Iterator[tuple[ServingEngine, EngineReading | EngineStops | None]]:
     """Each engine that the user named, with its reading of the config."""
     for engine in subject.plan.engines:

@@ -23,6 +23,8 @@ from dflash_cli.engines.engine_reading import (
     windows_of,
 )
 from dflash_cli.engines.family_reading import selector_parts
+from dflash_cli.engines.packed_weights import is_packed
+from dflash_cli.engines.sglang_packing import load_packing
 from dflash_cli.engines.sglang_settings import read_block, read_markov, read_selector_of_sglang
 from dflash_cli.formats.fields import guess_taps
 from dflash_cli.rules.subject import Subject
@@ -53,9 +55,10 @@ def read_native(subject: Subject) -> EngineReading | None:
         check_architecture(config, expected)
     found = resolve_auto(config)
     _check_type(config)
-    check_packing(config)
     if found is None or _has_own_embedding(config):
         return None
+    if not is_packed(subject):
+        check_packing(config)
     stated = {**config, **nested}
     depth = _optional("num_target_layers", stated)
     block = _optional("block_size", stated)
@@ -80,7 +83,9 @@ def read_native(subject: Subject) -> EngineReading | None:
     _check_taps(taps, num_taps, found, subject)
     _check_model(found, subject)
     check_mask(mask, subject)
-    check_shapes(found, num_taps, subject, **parts)
+    packed = load_packing(subject, found, num_taps) if is_packed(subject) else None
+    if packed is None:
+        check_shapes(found, num_taps, subject, **parts)
     return EngineReading(
         windows=tuple(window if (window or 0) > 0 else None for window in windows_of(found)),
         causal=causal_of(config.get("is_causal"), found),
@@ -95,6 +100,7 @@ def read_native(subject: Subject) -> EngineReading | None:
         value_scale=scale,
         output_multiplier=multiplier,
         final_logit_softcapping=softcap if softcap > 0 else None,
+        packed=packed.faults if packed is not None else (),
         own=own,
     )
 

@@ -38,7 +38,7 @@ from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
-from dflash_runtime.json_values import is_int, is_number
+from dflash_runtime.json_values import as_object, is_int, is_number
 
 NAME = "transformers"
 check_transformers = partial(check, engines=(NAME,))
@@ -193,3 +193,26 @@ def reference_has_no_sinks(subject: Subject) -> Iterator[Problem]:
     """The draft works without attention sinks, because z-lab's code does not compute them."""
     if subject.stated.value("has_sinks") is True:
         yield Problem(subject.at("has_sinks"), "true")
+
+
+PACKAGES: Mapping[str, str] = {
+    "fp8": "accelerate", "fbgemm_fp8": "accelerate", "compressed-tensors": "compressed-tensors", "gptq": "optimum",
+    "awq": "gptqmodel", "bitsandbytes": "bitsandbytes",
+}  # fmt: skip
+"""Method of packed weights -> a package that transformers needs for it and that z-lab's package does not install."""
+
+
+@check_transformers(
+    "S43",
+    effect="z-lab's loader stops with an ImportError, unless the package is installed beside it",
+    fix="pip install accelerate # or the package that the finding names; dflash has not run this loader with it",
+    source="transformers 5.23.0 quantizers/; dflash 0.1.0 METADATA",
+)
+def reference_has_the_package_of_packed_weights(subject: Subject) -> Iterator[Problem]:
+    """The packages that z-lab's package installs suffice for transformers to load the draft's packed weights."""
+    if not isinstance(subject.format, Native):
+        return
+    method = as_object(subject.config.get("quantization_config")).get("quant_method")
+    package = PACKAGES.get(method) if isinstance(method, str) else None
+    if package is not None:
+        yield Problem(subject.location("quantization_config.quant_method"), f"{method}, which needs {package}")

@@ -21,7 +21,9 @@ from dflash_cli.engines.engine_reading import (
     whole,
 )
 from dflash_cli.engines.family_reading import read_logits
+from dflash_cli.engines.packed_weights import is_packed
 from dflash_cli.engines.serving_engine import Release
+from dflash_cli.engines.vllm_packing import load_packing
 from dflash_cli.engines.vllm_settings import check_head, settings_of
 from dflash_cli.formats.fields import AUX_KEY
 from dflash_cli.rules.subject import Subject
@@ -50,6 +52,8 @@ READS_ROPE_STYLE: Release = (0, 29)
 """The first release that reads is_neox_style. 0.28 uses the target's rope style."""
 SCALES_VALUES: Release = (0, 31)
 """The first release that reads dflash_config.attention_value_scale."""
+READS_PACKED: Release = (0, 33)
+"""The first release with a recording of packed weights."""
 MIXED_BY_DEFAULT = ("gemma2",)
 """Model types outside the modelled classes that have both kinds of layers if no key states them."""
 OLDER_TRANSFORMERS: Release = (0, 31)
@@ -138,8 +142,9 @@ def read_model(
         width = width or found["hidden_size"]
     if release < READS_KINDS:
         _check_biases(found, subject)
-    cut = _cut(found, subject)
-    if found["intermediate_size"] and found["num_attention_heads"]:
+    packed = load_packing(subject, found, len(aux)) if release >= READS_PACKED and is_packed(subject) else None
+    cut = _cut(found, subject) if packed is None else ()
+    if packed is None and found["intermediate_size"] and found["num_attention_heads"]:
         check_shapes(found, len(aux), subject, cut=cut, target_hidden_size=width, **parts)
     check_captured([layer - 1 for layer in aux], width, subject)
     check_mask(mask, subject)
@@ -148,6 +153,7 @@ def read_model(
         windows=_windows(found, nested, release),
         causal=_causal(nested, found, release),
         taps=tuple(sorted(layer - 1 for layer in aux)),
+        packed=packed.faults if packed is not None else (),
         mask_token_id=mask,
         rope=found["rope_parameters"],
         eps=found["rms_norm_eps"],

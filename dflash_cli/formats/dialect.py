@@ -14,7 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dflash_cli.formats.fields import AS_IT_IS, SCALES, Keys, Spelling, look_up, scales_in_use
+from dflash_cli.formats.fields import (
+    AS_IT_IS,
+    SCALES,
+    Keys,
+    Spelling,
+    look_up,
+    scales_in_use,
+    unknown_rope_keys,
+)
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
 from dflash_runtime.json_values import as_object
@@ -96,6 +104,7 @@ class Format(ABC):
     derives_inverse     whether they ask for t2d, the inverse of the id map d2t
     style_flags         keys on norms and rope that all of them follow (see STYLE_FLAGS)
     allows_packed       whether packed weights of another dialect can be written in it
+    ignored_settings    last parts of keys that `unread` lists and that no engine reads, so that a conversion drops them
     """
 
     name: ClassVar[str]
@@ -135,6 +144,7 @@ class Format(ABC):
     keeps_mask: ClassVar[bool] = False
     derives_inverse: ClassVar[bool] = False
     style_flags: ClassVar[frozenset[str]] = frozenset()
+    ignored_settings: ClassVar[frozenset[str]] = frozenset()
     allows_packed: ClassVar[bool] = True
 
     @abstractmethod
@@ -224,9 +234,16 @@ class Format(ABC):
         """Dotted key -> value of the keys that neither `read_config` reads nor a conversion carries."""
         return {}
 
+    def with_unread(self, written: Json, source: Mapping[str, Any]) -> Json:
+        """A config written in this dialect with the keys of its source that `unread` lists."""
+        return written
+
     def unknown_keys(self, config: Mapping[str, Any], carried: Mapping[str, Any]) -> list[str]:
         """The keys that are neither fields of a draft nor usual keys of Hugging Face's configs."""
-        return sorted(key for key in {**carried, **self.unread(config)} if key not in USUAL_KEYS)
+        fields = {key.removeprefix(self.body) for keys in self.keys.values() for key in keys}
+        found = {**carried, **self.unread(config)}.keys() - USUAL_KEYS - fields
+        ropes = unknown_rope_keys(config, self.keys.get("rope", ()))
+        return sorted((*found, *(key.removeprefix(self.body) for key in ropes)))
 
     def adapt(self, config: DraftConfig, carried: Mapping[str, Any]) -> tuple[DraftConfig, Json]:
         """The draft and its carried keys, without settings that readers of this dialect would apply wrongly."""

@@ -1,13 +1,14 @@
 """Tools for the fields of all dialects: dotted keys, spellings, scales, and the usual tapped layers."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING
-from dflash_runtime.json_values import is_int
+from dflash_runtime.json_values import as_object, is_int
 
 Keys = Mapping[str, tuple[str, ...]]
 """Field -> the dotted keys that state it."""
@@ -106,3 +107,24 @@ def _plus(value: Any, offset: int) -> Any:
     if isinstance(value, list | tuple) and all(is_int(item) for item in value):
         return [item + offset for item in value]
     return value + offset if is_int(value) else value
+
+
+def unknown_rope_keys(config: Mapping[str, Any], places: Iterable[str]) -> Iterator[str]:
+    """The dotted keys inside the rope objects at these places that no rope type has. Conversions carry them."""
+    for place in places:
+        stated = as_object(look_up(config, place))
+        kinds = [kind for kind in (FULL, SLIDING) if isinstance(stated.get(kind), dict)]
+        for inner in (stated, *(stated[kind] for kind in kinds)):
+            path = next((f"{place}.{kind}" for kind in kinds if stated[kind] is inner), place)
+            yield from (f"{path}.{key}" for key in inner if key not in KNOWN_ROPE_KEYS and key not in kinds)
+
+
+KNOWN_ROPE_KEYS = frozenset(
+    {
+        "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor",
+        "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor",
+        "low_freq_factor", "high_freq_factor", "partial_rotary_factor", "mrope_section", "mrope_interleaved",
+        "rope_dim",
+    }
+)  # fmt: skip
+"""Keys of `rope_scaling` and `rope_parameters`. Source: transformers 5.23.0 modeling_rope_utils.py; SGLang 0.5.23."""

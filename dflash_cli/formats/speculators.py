@@ -90,6 +90,7 @@ class SpeculatorsFormat(Format):
     sorts_taps: ClassVar[bool] = True
     allows_packed: ClassVar[bool] = False
     derives_inverse: ClassVar[bool] = True
+    ignored_settings: ClassVar[frozenset[str]] = frozenset(PROPOSAL)
     signs: ClassVar[tuple[str, ...]] = ("speculators_config", "speculators_model_type")
     kind: ClassVar[tuple[str, str] | None] = ("speculators_model_type", "dflash")
     containers: ClassVar[tuple[str, ...]] = ("transformer_layer_config", "dflash_config", "speculators_config")
@@ -177,6 +178,16 @@ class SpeculatorsFormat(Format):
             if key not in ("name_or_path", "architectures"):
                 found[f"speculators_config.verifier.{key}"] = value
         return found
+
+    def with_unread(self, written: Json, source: Mapping[str, Any]) -> Json:
+        """The written config with every key of the source's speculators_config that 0.9 does not write."""
+        outer, old = dict(written["speculators_config"]), as_object(source.get("speculators_config"))
+        outer |= {key: value for key, value in old.items() if key not in PROPOSAL_KEYS}
+        outer["verifier"] = {**as_object(old.get("verifier")), **outer["verifier"]}
+        methods = old.get("proposal_methods")
+        first = as_object(methods[0]) if isinstance(methods, list) and methods else {}
+        outer["proposal_methods"] = [{**first, **outer["proposal_methods"][0]}]
+        return {**written, "speculators_config": outer}
 
     def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
         """Write the keys of speculators 0.9, with every default.

@@ -166,3 +166,8 @@ def test_a_huge_number_of_layers_stops_every_engine(base: str, key: str, target:
     for text in (*ENGINES.values(), *OLDER.values()):
         (engine,) = parse_engines(text)
         assert not isinstance(engine.read_config(subject), EngineReading), text
+
+
+def test_llama_counts_the_layers_of_the_draft_and_not_of_the_list(target: Path) -> None:
+    subject = open_case(ConfigCase(base="full", changes={"layer_types": [config_cases.FULL] * 5}), target, "llama.cpp")
+    assert validate_subject(subject).verdicts[0].causal == (False, False)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from seen_gpu import hopper_of, seem_hopper, use_one_rank
 from stand_ins import StandIn
 
 from dflash_testing import checkpoints as support
@@ -23,6 +24,10 @@ Reading = dict[str, Any]
 Load = Callable[[Path, Path], Reading]
 Own = Callable[[Any, Any, Path], Reading]
 """Reads what only drafts of one family have: (the model, its config, the draft's folder) -> fields."""
+Prepare = Callable[[Any], None]
+"""Changes a model before its weights are loaded."""
+PAIR: Any = config_cases
+"""The module that states SHAPE, the sizes of all drafts, and TARGET, the config of their target."""
 OPERATORS: list[Any] = []
 """Libraries with operators that are declared and never called. A library that is freed takes them away."""
 
@@ -32,13 +37,17 @@ def nothing(model: Any, config: Any, draft: Path) -> Reading:
     return {}
 
 
+def leave(model: Any) -> None:
+    """Change nothing."""
+
+
 def start_zlab(own: Own = nothing) -> Load:
     """z-lab's loader on transformers."""
     import torch
     from dflash import model as zlab
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    whole = Qwen3ForCausalLM(Qwen3Config(**config_cases.TARGET)).eval()
+    whole = Qwen3ForCausalLM(Qwen3Config(**PAIR.TARGET)).eval()
 
     def load(draft: Path, target: Path) -> Reading:
         named = json.loads((draft / "config.json").read_text()).get("architectures") or []  # as benchmark.py:95
@@ -46,7 +55,7 @@ def start_zlab(own: Own = nothing) -> Load:
         model, info = found.from_pretrained(draft, dtype=torch.float32, output_loading_info=True)
         layers = [layer.self_attn for layer in model.layers]
         ids = torch.zeros(1, 3, dtype=torch.long)
-        zlab.dflash_generate(model, whole, ids, 4, None, block_size=config_cases.SHAPE.block)
+        zlab.dflash_generate(model, whole, ids, 4, None, block_size=PAIR.SHAPE.block)
         return {
             "missing": sorted(info["missing_keys"]),
             "taps": list(map(int, model.target_layer_ids)),
@@ -62,8 +71,11 @@ def start_zlab(own: Own = nothing) -> Load:
     return load
 
 
-def start_vllm(own: Own = nothing) -> Load:
-    """vLLM: its speculative config, its model of the draft, its weight loader, and its V2 runner's checks."""
+def start_vllm(own: Own = nothing, prepare: Prepare = leave, *, on_gpu: bool = False) -> Load:
+    """vLLM: its speculative config, its model of the draft, its weight loader, and its V2 runner's checks.
+
+    With `on_gpu`, the platform claims to be a GPU of compute capability 9.0 whenever vLLM chooses kernels.
+    """
     import torch
     import vllm.config.vllm
     import vllm.model_executor.models.qwen3_dflash
@@ -88,12 +100,12 @@ def start_vllm(own: Own = nothing) -> Load:
         OPERATORS.append(torch.library.Library("_C", "FRAGMENT"))
         OPERATORS[-1].define("silu_and_mul(Tensor! out, Tensor x) -> ()")
     registry._run_in_subprocess = lambda function: function()
-    platforms._current_platform = CpuPlatform()
+    platforms._current_platform = hopper_of(CpuPlatform)() if on_gpu else CpuPlatform()
     time.sleep = lambda seconds: None  # vLLM reads a refused config three times, with pauses
     rendezvous = tempfile.mkdtemp()
 
     def load(draft: Path, target: Path) -> Reading:
-        config = ModelConfig(model=str(target), tokenizer=str(target), max_model_len=128, dtype="float32")
+        config = ModelConfig(model=str(target), tokenizer=str(target), max_model_len=128, dtype=PAIR.TARGET["dtype"])
         method = "dspark" if draft.name.startswith("dspark") else "dflash"
         speculative = SpeculativeConfig(
             model=str(draft), method=method, num_speculative_tokens=3, target_model_config=config,
@@ -111,6 +123,7 @@ def start_vllm(own: Own = nothing) -> Load:
                 drafted.is_neox_style = True
             found, _ = registry.ModelRegistry.resolve_model_cls(drafted.architectures, speculative.draft_model_config)
             model = found(vllm_config=whole)
+            prepare(model)
             model.load_weights(weights_of(draft))
         nested = getattr(drafted, "dflash_config", None) or {}
         if release >= (0, 27) and nested.get("sample_from_anchor", False):  # 0.27 dflash/speculator.py:64
@@ -118,10 +131,10 @@ def start_vllm(own: Own = nothing) -> Load:
         mask = get_parallel_drafting_token_id(drafted)
         aux = get_eagle3_aux_layers_from_config(speculative) or ()
         captured = [at - 1 for at in range(config.hf_config.num_hidden_layers + 1) if at in aux]
-        width = len(captured) * config_cases.SHAPE.hidden
+        width = len(captured) * PAIR.SHAPE.hidden
         if model.model.use_aux_hidden_state and model.model.fc.input_size != width:
             raise ValueError(f"combine_hidden_states: {model.model.fc.input_size} features, {width} captured")
-        torch.nn.functional.embedding(torch.tensor([mask]), torch.zeros(config_cases.SHAPE.vocab, 2))
+        torch.nn.functional.embedding(torch.tensor([mask]), torch.zeros(PAIR.SHAPE.vocab, 2))
         layers = [layer.self_attn for layer in model.model.layers]
         rotary = layers[0].rotary_emb
         # 0.24 and 0.25 dflash/utils.py:14: one flag for all layers. 0.24 has no windows, 0.30 has no value scale.
@@ -151,20 +164,25 @@ def vllm_release(code: Path) -> tuple[int, ...]:
     return tuple(map(int, code.name.partition("-")[2].split(".")[:2]))
 
 
-def start_sglang(own: Own = nothing) -> Load:
+def start_sglang(own: Own = nothing, prepare: Prepare = leave, *, own_layers: bool = False) -> Load:
     """SGLang: its config of the draft, its parser, its model of the draft, and its weight loader.
 
-    Its parallel layers and its attention are stand-ins that check shapes and keep what they are given. The rest of its
-    worker's checks need a running server; the last lines of `load` repeat the two that depend on the draft's config.
+    Its parallel layers and its attention are stand-ins that check shapes and keep what they are given. With
+    `own_layers`, only its attention is a stand-in. The rest of its worker's checks need a running server; the last
+    lines of `load` repeat the two that depend on the draft's config.
     """
     import torch
 
+    if own_layers:
+        seem_hopper()
     kernels = next(Path(path) / "sglang/kernels/jit" for path in sys.path if (Path(path) / "sglang/srt").is_dir())
     for folder in ("include", "csrc"):
         (kernels / folder).mkdir(exist_ok=True)
     import sglang.srt.models.dflash as dflash
     import vllm  # noqa: F401 a stand-in, whose rotary kernel nobody calls
+    from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.loader import _get_quantization_config
     from sglang.srt.models.registry import ModelRegistry
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
@@ -204,7 +222,10 @@ def start_sglang(own: Own = nothing) -> Load:
             self.given = given
 
     dflash.get_parallel = lambda: SimpleNamespace(tp_size=1, tp_rank=0)
-    dflash.QKVParallelLinear, dflash.MergedColumnParallelLinear, dflash.RowParallelLinear = QKV, Merged, Row
+    if own_layers:
+        use_one_rank()
+    else:
+        dflash.QKVParallelLinear, dflash.MergedColumnParallelLinear, dflash.RowParallelLinear = QKV, Merged, Row
     dflash.RadixAttention = Attention
     dflash.sharded_weight_loader = lambda *given, **named: lambda parameter, loaded: parameter.data.copy_(loaded)
 
@@ -212,11 +233,11 @@ def start_sglang(own: Own = nothing) -> Load:
         is_dspark = draft.name.startswith("dspark")
         parsed_model = ModelConfig(
             model_path=str(draft), is_draft_model=True, speculative_algorithm="DSPARK" if is_dspark else "DFLASH",
-            dtype="float32",
+            dtype=PAIR.TARGET["dtype"],
         )  # fmt: skip
         config = parsed_model.hf_config
         parsed = parse_dflash_draft_config(draft_hf_config=config)
-        depth = config_cases.SHAPE.target_layers
+        depth = PAIR.SHAPE.target_layers
         taps = parsed.resolve_target_layer_ids(target_num_layers=depth, draft_num_layers=parsed.require_num_layers())
         block, mask = parsed.block_size, parsed.mask_token_id
         if is_dspark:  # spec_aux_hidden_state.py:260 and dspark_worker_v2.py:261
@@ -224,21 +245,24 @@ def start_sglang(own: Own = nothing) -> Load:
 
             found_dspark = dspark.parse_dspark_draft_config(draft_hf_config=config)
             runtime = dspark.resolve_runtime_config(
-                draft_hf_config=config, speculative_num_draft_tokens=4, target_vocab_size=config_cases.SHAPE.vocab
+                draft_hf_config=config, speculative_num_draft_tokens=4, target_vocab_size=PAIR.SHAPE.vocab
             )
             taps = taps if found_dspark.target_layer_ids is None else found_dspark.target_layer_ids
             block, mask = found_dspark.gamma, runtime.mask_token_id
         found, _ = ModelRegistry.resolve_model_cls(config.architectures)
-        model = found(config)
+        torch.set_default_dtype(parsed_model.dtype)  # as model_loader/loader.py does
+        packing = _get_quantization_config(parsed_model, LoadConfig()) if own_layers else None
+        model = found(config, quant_config=packing)
+        prepare(model)
         model.load_weights(weights_of(draft))
-        model.set_block_size(config_cases.SHAPE.block)
+        model.set_block_size(PAIR.SHAPE.block)
         captured = [layer for layer in range(depth) if layer in taps]
         # models/qwen3.py captures before a layer, so never after the last one; project_target_hidden compares widths.
-        width = len([layer for layer in captured if layer + 1 < depth]) * config_cases.SHAPE.hidden
+        width = len([layer for layer in captured if layer + 1 < depth]) * PAIR.SHAPE.hidden
         if model.fc.in_features != width:
             raise ValueError(f"project_target_hidden: {model.fc.in_features} features, {width} captured")
         # dflash_worker_v2.py _resolve_mask_token_id; without an id, the tokenizer decides
-        if mask is not None and mask >= config_cases.SHAPE.vocab:
+        if mask is not None and mask >= PAIR.SHAPE.vocab:
             raise ValueError("dflash_worker_v2.py: mask_token_id is outside the target's vocabulary")
         layers = [layer.self_attn for layer in model.layers]
         rotary = layers[0].rotary_emb
@@ -318,7 +342,7 @@ def start_llama() -> Load:
         found = model.gguf_writer.found
         if not found.get("target_layers") or "mask_token_id" not in found:
             raise ValueError(f"dflash.cpp: target_layers or mask token missing: {sorted(found)}")
-        if max(found["target_layers"]) > config_cases.SHAPE.target_layers:
+        if max(found["target_layers"]) > PAIR.SHAPE.target_layers:
             raise ValueError("speculative.cpp: target layer input not extracted")
         sizes = {
             "hidden": hparams["hidden_size"], "inner": hparams.get("intermediate_size"), "bias": False,
@@ -326,12 +350,12 @@ def start_llama() -> Load:
             "kv_heads": hparams.get("num_key_value_heads"), "head_dim": hparams.get("head_dim"),
             "taps": tuple(found["target_layers"]),
         }  # fmt: skip
-        expected = support.body_shapes(replace(config_cases.SHAPE, **sizes))
+        expected = support.body_shapes(replace(PAIR.SHAPE, **sizes))
         stored = {name: tuple(tensor.shape) for name, tensor in weights_of(draft)}
         extra = {name for name in stored.keys() - expected.keys() if not name.startswith(OPTIONAL_IN_LLAMA)}
         if extra or any(stored.get(name) != shape for name, shape in expected.items()):
             raise ValueError(f"dflash.cpp: create_tensor, or a tensor that cannot be mapped: {sorted(extra)[:1]}")
-        if found["mask_token_id"] >= config_cases.SHAPE.vocab:  # no batch with such a token is decoded
+        if found["mask_token_id"] >= PAIR.SHAPE.vocab:  # no batch with such a token is decoded
             raise ValueError("llama-batch.cpp init: invalid token")
         pattern = found.get("sliding_window_pattern") or []  # dflash.cpp:86 checks no length
         pattern = [*pattern, *[False] * hparams["num_hidden_layers"]][: hparams["num_hidden_layers"]]

@@ -10,7 +10,7 @@ tests/golden/engine_verdicts.json.
     env/bin/pip install torch==2.13.0 transformers==5.19.0 numpy safetensors regex pydantic msgspec cloudpickle cbor2 \
         psutil prometheus_client pyzmq einops pillow jinja2 pyyaml requests aiohttp openai partial-json-parser blake3 \
         cachetools setproctitle tiktoken sentencepiece protobuf fastapi pybase64 python-json-logger depyf diskcache \
-        lark openai_harmony uvloop py-cpuinfo triton orjson tqdm
+        lark openai_harmony uvloop py-cpuinfo triton orjson tqdm pytest
     env/bin/pip install --no-deps dflash==0.1.0
     pip download --no-deps vllm==0.33.0     # and sglang==0.5.23
     unpack them into engines/vllm-0.33.0 and engines/sglang

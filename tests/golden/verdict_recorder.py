@@ -15,13 +15,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import engine_loaders
 from engine_loaders import Load, Reading
 from stand_ins import with_stand_ins
 
 from dflash_testing import checkpoints as support
-from dflash_testing import config_cases
 
 NEWEST_VLLM = "vllm 0.33.0"
+
+
+def write_plain(draft: Path, case: Any) -> None:
+    """A draft of random float32 tensors."""
+    support.write_checkpoint(draft, case.config, support.random_arrays(case.shapes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,7 @@ class Recorder:
     stem_of       start of the name of a case's folder, which names the way of drafting
     plain_of      the readings of all cases -> the entry `plain` of the file
     base_of       (`plain`, the name of a case) -> the reading of the case's base
+    write         writes the draft of a case to a folder
     """
 
     description: str
@@ -44,6 +50,7 @@ class Recorder:
     stem_of: Callable[[Any], str]
     plain_of: Callable[[Mapping[str, Reading]], Reading]
     base_of: Callable[[Reading, str], Reading]
+    write: Callable[[Path, Any], None] = write_plain
 
     def main(self) -> None:
         """Let one engine load every case."""
@@ -72,12 +79,12 @@ class Recorder:
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "target"
             target.mkdir()
-            support.write_config(target, config_cases.TARGET)
+            support.write_config(target, engine_loaders.PAIR.TARGET)
             for index, (name, case) in enumerate(self.cases.items()):
                 if only not in name or not self.is_read(case, engine):
                     continue
                 draft = Path(folder) / f"{self.stem_of(case)}-{index}"
-                support.write_checkpoint(draft, case.config, support.random_arrays(case.shapes))
+                self.write(draft, case)
                 found[name] = attempt(load, draft, target, folder)
                 if only:
                     print(name, json.dumps(found[name]))

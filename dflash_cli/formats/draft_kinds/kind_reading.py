@@ -9,7 +9,7 @@ from typing import Any
 from dflash_cli.formats.dialect import USUAL_KEYS, named_architectures
 from dflash_cli.formats.draft_kinds.kind import Kind, variant_of
 from dflash_cli.formats.draft_kinds.table import BODY, Key, Renaming, Tensors, Variant, counted, evaluate
-from dflash_cli.formats.fields import look_up
+from dflash_cli.formats.fields import look_up, unknown_rope_keys
 from dflash_runtime.checkpoint.layout import PREFIXES
 from dflash_runtime.errors import MISSING
 from dflash_runtime.json_values import as_object, is_int
@@ -19,6 +19,8 @@ AUX = "aux_hidden_state_layer_ids"
 """The end of keys that count tapped layers from 1."""
 OBJECTS = ("dflash_config", "eagle_config", CONTAINER)
 """Objects of a config that hold settings. Their keys are checked one by one."""
+ROPE_PLACES = tuple(f"{body}{key}" for body in ("", f"{CONTAINER}.") for key in ("rope_scaling", "rope_parameters"))
+"""The objects that state rope."""
 
 KNOWN = USUAL_KEYS | frozenset(
     {
@@ -116,6 +118,8 @@ class KindReading:
         for name in _names(self.config):
             if name not in named and name.rpartition(".")[2] not in KNOWN:
                 yield KeyFault(name, "not known")
+        for name in unknown_rope_keys(self.config, ROPE_PLACES):
+            yield KeyFault(name, "not known")
 
     @cached_property
     def expected(self) -> dict[str, tuple[int | None, ...]]:

@@ -147,6 +147,7 @@ def asks_for_nothing_more(subject: Subject) -> Iterator[Problem]:
     effect="dflash does not apply the key; an engine that knows it may",
     fix="dflash inspect {draft} --json # shows the value",
     source="sgl-project/sglang#34171",
+    is_about_training=True,
 )
 def every_key_is_known(subject: Subject) -> Iterator[Problem]:
     """Every key of the config and of the headers' metadata is known.

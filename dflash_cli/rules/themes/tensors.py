@@ -33,6 +33,8 @@ WEIGHTS = "model.safetensors"
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
 ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+SEVERAL_A_WORD = frozenset({"U8", "I32"})
+"""Element types that may hold several packed numbers, so that a shape does not count numbers."""
 HEAD_NORM = re.compile(r"self_attn\.[qk]_norm\.")
 ATTENTION_BIAS = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
 FUSED = re.compile(r".*\b(qkv_proj|gate_up_proj)\.")
@@ -141,7 +143,7 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
 def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
     """fc.weight has as many columns as the tapped layers have features together."""
     info, taps = (subject.tensors or {}).get("fc.weight"), subject.stated.taps
-    if subject.target is None or info is None or taps is None or len(info.shape) != 2:
+    if subject.target is None or info is None or taps is None or len(info.shape) != 2 or info.dtype in SEVERAL_A_WORD:
         return
     width = subject.target.hidden_size
     if info.shape[1] != len(taps) * width:
@@ -200,8 +202,10 @@ def biases_fit(subject: Subject) -> Iterator[Problem]:
 )
 def one_element_type(subject: Subject) -> Iterator[Problem]:
     """All weights have the same element type, and it is not float16."""
-    counts = Counter(info.dtype for info in _body_tensors(subject).values())
-    if len(counts) > 1 and not _states_packing(subject):
+    is_packed = _states_packing(subject)
+    body = _body_tensors(subject).items()
+    counts = Counter(info.dtype for name, info in body if not (is_packed and layout.PACKED.match(name)))
+    if len(counts) > 1 and not is_packed:
         yield Problem(WEIGHTS, f"mixed element types: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}")
     if "F16" in counts:
         yield Problem(
@@ -240,7 +244,7 @@ def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
 def weights_are_plain(subject: Subject) -> Iterator[Problem]:
     """Weights are plain floats, or quantization_config says how they are packed.
 
-    dflash reads no packed weights but FP8.
+    dflash reads no packed weights but FP8. S32 and S42 say how named engines load them.
     """
     if subject.checkpoint is not None and subject.tensors and read_fp8_format(subject.checkpoint) is not None:
         try:
@@ -255,12 +259,18 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             subject.at("quantization_config"),
             "quantised weights",
-            effect="dflash does not check the names and shapes of packed weights and cannot run the draft",
+            effect="dflash cannot run the draft, and checks its packed weights only for engines that the user names",
             severity="warning",
             outcome="serves",
         )
     elif packed:
-        yield Problem(WEIGHTS, f"packed weights ({', '.join(packed)}) without a quantization_config")
+        problem = Problem(WEIGHTS, f"packed weights ({', '.join(packed)}) without a quantization_config")
+        loading = tuple(engine.name for engine in subject.plan.engines if engine.loads_config(subject))
+        others = tuple(engine.name for engine in subject.plan.engines if engine.name not in loading)
+        if others or not loading:
+            yield replace(problem, engines=others or None)
+        if loading:  # S42 lists the parts that they misread
+            yield replace(problem, engines=loading, severity="warning", outcome="serves")
 
 
 def _states_packing(subject: Subject) -> bool:

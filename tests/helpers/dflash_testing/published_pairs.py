@@ -28,7 +28,7 @@ TABLE = ROOT / "tests" / "data" / "pairs.jsonl"
 TARGETS = ROOT / "tests" / "data" / "targets"
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 ENGINES = ("vllm", "sglang")
-NUM_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "BOOL": 1, "U8": 1}
+NUM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "I32": 4, "I8": 1, "BOOL": 1, "U8": 1}
 
 
 @dataclass(frozen=True, kw_only=True)

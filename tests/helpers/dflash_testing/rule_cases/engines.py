@@ -19,6 +19,15 @@ CASES = [
         rule="S33", key="dflash_config.attention_sink_bias", names=("True", "False"), engines="vllm",
         config=top(add_swa_attention_sink_bias=True),
     ),
+    Case(
+        rule="S42", at="model.safetensors:fc.weight_scale", names=("vllm 0.33",), engines="vllm",
+        config=top(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    ),
+    Case(
+        rule="S43", key="quantization_config.quant_method", names=("fp8", "accelerate"), engines="transformers",
+        config=top(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    ),
+    Case(rule="S27", key="logit_scale", names=("0.05",), engines="llama.cpp", config=top(logit_scale=0.05)),
     Case(rule="S09", key="speculators_config", names=("speculators", "native"), dialect=SPEC, engines="sglang"),
     Case(rule="S10", key="draft_vocab_size", names=("12", "32"), dialect=SPEC, shape=support.REDUCED, engines="sglang"),
     Case(rule="S01", at="config.json", names=("dflash",), severity="info", engines="vllm", name="draft"),
@@ -114,7 +123,7 @@ CASES = [
         config=nested(input_embedding_scale=3.0),
     ),
     Case(rule="S28", key="layer_types", names=("0.24",), engines="vllm@0.24", shape=SLIDING),
-    Case(rule="S42", at="model.safetensors", names=("k_proj", "FP8"), engines="vllm", spoil=in_fp8("k_proj", "v_proj")),
-    Case(rule="S43", at="model.safetensors", names=("q_proj",), engines="sglang", spoil=in_fp8("q_proj", "mlp")),
+    Case(rule="S44", at="model.safetensors", names=("k_proj", "FP8"), engines="vllm", spoil=in_fp8("k_proj", "v_proj")),
+    Case(rule="S45", at="model.safetensors", names=("q_proj",), engines="sglang", spoil=in_fp8("q_proj", "mlp")),
     Case(rule="S28", key="layer_types", names=("0.25",), engines="vllm@0.25", shape=MIXED),
 ]  # fmt: skip

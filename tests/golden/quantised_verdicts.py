@@ -1,0 +1,136 @@
+"""Record what engines' own code makes of quantised drafts, for tests/behaviour/test_quantised_verdicts.py.
+
+The drafts are the cases of `dflash_testing.quantised_cases`. `engine_verdicts` tells how to install the engines; this
+script also needs pytest, loguru and compressed-tensors 0.17.0, or 0.18.0 for SGLang.
+
+vLLM and SGLang build their own quantised layers on a CPU while they believe in a GPU of compute capability 9.0. Before
+loading, every parameter gets the same bytes, so that the parameters without a tensor are known afterwards. The work
+after loading, such as repacking for a kernel, needs the GPU and does not run.
+
+    env/bin/python tests/golden/quantised_verdicts.py vllm engines/vllm-0.33.0 tests/golden/quantised_verdicts.json
+    env/bin/python tests/golden/quantised_verdicts.py sglang engines/sglang tests/golden/quantised_verdicts.json
+"""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import engine_loaders
+from engine_loaders import Reading
+from verdict_recorder import Recorder
+
+from dflash_testing import checkpoints as support
+from dflash_testing import quantised_cases
+
+engine_loaders.PAIR = quantised_cases
+SENTINEL = 0x7F
+"""The byte of every parameter before loading, which no stored tensor has: NaN as a float."""
+
+
+def write(draft: Path, case: quantised_cases.QuantisedCase) -> None:
+    """A draft whose tensors are ones, in the bytes of their element type."""
+    import torch
+    from safetensors.torch import save_file
+
+    types = {
+        "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64,
+        "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32,
+    }  # fmt: skip
+    draft.mkdir()
+    support.write_config(draft, case.config)
+    for name, content in case.files.items():
+        (draft / name).write_text(json.dumps(content), encoding="utf-8")
+    tensors = {name: torch.ones(shape).to(types[kind]) for name, (kind, shape) in case.tensors.items()}
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+
+
+def mark(model: Any) -> None:
+    """Give every parameter bytes that no stored tensor has."""
+    import torch
+
+    for parameter in model.parameters():
+        parameter.data = (
+            torch.full((parameter.numel() * parameter.element_size(),), SENTINEL, dtype=torch.uint8)
+            .view(parameter.dtype)
+            .view(parameter.shape)
+        )
+
+
+UNNEEDED = ("lm_head.", "model.embed_tokens.", "model.mask_embedding")
+"""Parameters that a draft leaves to the target. The scales of attention are set without a file."""
+
+
+def of_model(model: Any, draft: Path) -> Reading:
+    """The parameters that kept their bytes, and packed matrices that were loaded as plain numbers, by module."""
+    import torch
+    from safetensors import safe_open
+
+    unfilled, plain = set(), set()
+    for name, parameter in model.named_parameters():
+        data = parameter.detach().contiguous().view(-1).view(torch.uint8).view(-1, parameter.element_size())
+        if bool((data == SENTINEL).all(dim=1).any()) and not name.startswith(UNNEEDED) and ".attn." not in name:
+            unfilled.add(short(name))
+        if name.endswith(".weight") and parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):
+            plain.add(fused(name.removeprefix("model.")))
+    packed = set()
+    with safe_open(draft / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            if name.endswith(".weight") and file.get_slice(name).get_dtype() not in ("BF16", "F16", "F32"):
+                packed.add(fused(name))
+    return {"unfilled": sorted(unfilled), "misread": sorted({short(name) for name in packed & plain})}
+
+
+FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
+         "up_proj": "gate_up_proj"}  # fmt: skip
+
+
+def fused(name: str) -> str:
+    """The name of the parameter that holds a stored tensor."""
+    return ".".join(FUSED.get(part, part) for part in name.split("."))
+
+
+def short(name: str) -> str:
+    """A parameter's name without prefixes and number of the layer."""
+    return ".".join(part for part in name.split(".") if not part.isdigit() and part not in ("model", "layers"))
+
+
+def of_vllm(model: Any, config: Any, draft: Path) -> Reading:
+    """What vLLM's model lacks after loading."""
+    return of_model(model, draft)
+
+
+def plain_of(found: Mapping[str, Reading]) -> Reading:
+    """The reading of a draft that is packed as a whole, by which the file states the others."""
+    return next((found[name] for name in BASES if "stops" not in found.get(name, {"stops": ""})), {})
+
+
+BASES = ("native, fp8 tensor, all", "native, fp8 block, all")
+
+
+UNREAD: Mapping[str, tuple[str, ...]] = {"sglang": ("gptq", "awq", "bitsandbytes nf4", "bitsandbytes int8")}
+"""Engine -> the packings whose methods need compiled code to be chosen."""
+
+
+def is_read(case: quantised_cases.QuantisedCase, engine: str) -> bool:
+    """Whether the engine is asked: only vLLM reads the speculators dialect."""
+    return engine == "vllm" or (case.base == "native" and case.packing not in UNREAD.get(engine, ()))
+
+
+RECORDER = Recorder(
+    description=__doc__,
+    engines={
+        "vllm": ("vllm", partial(engine_loaders.start_vllm, of_vllm, mark, on_gpu=True), "vllm"),
+        "sglang": ("sglang", partial(engine_loaders.start_sglang, of_vllm, mark, own_layers=True), "sglang 0.5.23"),
+    },
+    cases=quantised_cases.all_cases(),
+    is_read=is_read,
+    stem_of=lambda case: "draft",
+    plain_of=plain_of,
+    base_of=lambda plain, name: plain,
+    write=write,
+)
+
+if __name__ == "__main__":
+    RECORDER.main()
