@@ -459,8 +459,8 @@ def _tensors_of(weight: Weight) -> tuple[Tensor, ...]:
 
 
 def _with_scales(weight: Weight) -> tuple[Tensor, Tensor]:
-    """Return the two weight arguments of a launch."""
-    return (weight.numbers, weight.scales) if isinstance(weight, Packed) else (weight, weight)
+    """Return the two weight arguments of a launch. A word of scales is one integer."""
+    return (weight.numbers, weight.scales.view(torch.int32)) if isinstance(weight, Packed) else (weight, weight)
 
 
 def _is_ours(hidden: Tensor, gate_up: Weight, down: Weight) -> bool:

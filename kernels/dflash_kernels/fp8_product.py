@@ -128,8 +128,7 @@ def round_rows(hidden: Tensor, weight: Fp8Weight) -> Rounded:
 
 def uses_fp8(weight: Fp8Weight) -> bool:
     """Return whether tensor cores multiply this weight in FP8."""
-    is_wide = not weight.has_groups or weight.block[1] >= MIN_FP8_DEPTH
-    return weight.rounding != "none" and is_wide and has_fp8(weight.device)
+    return weight.rounding != "none" and weight.block[1] >= MIN_FP8_DEPTH and has_fp8(weight.device)
 
 
 @jit

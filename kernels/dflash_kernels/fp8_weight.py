@@ -206,7 +206,7 @@ def round_rows_ref(hidden: Tensor, weight: Fp8Weight) -> Rounded:
     peaks = padded.abs().amax(-1).clamp(min=LEAST_PEAK)
     factors = torch.full_like(peaks, FP8_MAX) / peaks  # torch divides a number by a tensor with two roundings
     rows = _to_fp8(padded * factors[..., None]).view(num_rows, -1)[:, :depth]
-    return Rounded(rows, (peaks / FP8_MAX).T)
+    return Rounded(rows, (peaks / torch.full_like(peaks, FP8_MAX)).T)  # a GPU multiplies by the inverse of a number
 
 
 def _to_fp8(numbers: Tensor) -> Tensor:

@@ -330,15 +330,16 @@ def packed_experts_shape(
     num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
 ) -> ExpertsShape:
     """As `experts_shape`, for packed weights. A tile has 32 numbers of both halves of a row, with one scale each.
+    A stage has four tiles.
 
     Programs are small, so that the instructions that unpack are spread evenly over the device.
     """
     if num_rows > MAX_EXPERT_ROWS:
-        num_stages = fitting_stages(3, (128 + 2 * 64 * itemsize) * 32, 0, device)
+        num_stages = fitting_stages(2, 4 * (128 + 2 * 64 * itemsize) * 32, 0, device)
         return ExpertsShape(64, 128, 32, num_stages, MIN_DOT, is_by_route=False)
     plain = experts_shape(num_rows, num_chosen, num_experts, itemsize, device)
     columns = 64
-    num_stages = fitting_stages(6, (columns + 2 * plain.rows * itemsize) * 32, 0, device)
+    num_stages = fitting_stages(3, 4 * (columns + 2 * plain.rows * itemsize) * 32, 0, device)
     return replace(plain, columns=columns, depth=32, num_stages=num_stages)
 
 

@@ -5,17 +5,19 @@ two, plus 127. Both convert to bfloat16 without rounding. Source: Open Compute P
 Specification", 2023.
 
 Files have adjacent numbers in one byte, low bits first. In memory the low bits of byte i are number i, and its high
-bits are number i + K / 2. Therefore both halves of a loaded tile multiply adjacent columns of the other factor.
+bits are number i + K / 2. Therefore both halves of a loaded tile multiply adjacent columns of the other factor. Four
+scales of one row and half lie together, so that one load serves four tiles.
 
-Axis letters: N rows of a weight, K inner width, R rows of the other factor.
+Axis letters: N rows of a weight, K inner width, R rows of the other factor, W words of four scales in half a row.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from dflash_kernels.launch_config import IS_INTERPRETED, constexpr, jit, tl
+from dflash_kernels.launch_config import IS_INTERPRETED, ceil_div, constexpr, jit, tl
 
 BLOCK = 32
 """Numbers with one scale."""
@@ -23,12 +25,15 @@ BLOCK = 32
 PACKED_DEPTH = 2 * BLOCK
 """The kernel needs an inner width of a multiple of this: both halves of a row begin with a whole block."""
 
+NUM_TOGETHER = 4
+"""Scales in a word."""
+
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed weight: `numbers` [..., N, K / 2] uint8 and `scales` [..., K / 32, N] uint8."""
+    """A packed weight: `numbers` [..., N, K / 2] uint8 and `scales` [..., 2 * W, N, 4] uint8 (`group_scales`)."""
 
     numbers: Tensor
     scales: Tensor
@@ -53,11 +58,21 @@ def halve_blocks(blocks: Tensor) -> Tensor:
     return torch.stack((even, odd), dim=-1).flatten(-2)
 
 
+def group_scales(scales: Tensor) -> Tensor:
+    """Scales of a file [..., N, K / 32] -> the scales of `Packed`, [..., 2 * W, N, 4]."""
+    halves = functional.pad(scales, (0, scales.shape[-1] % 2)).unflatten(-1, (2, -1))
+    padded = functional.pad(halves, (0, -halves.shape[-1] % NUM_TOGETHER)).unflatten(-1, (-1, NUM_TOGETHER))
+    return padded.flatten(-3, -2).transpose(-3, -2).contiguous()
+
+
 def unpack(weight: Packed, dtype: torch.dtype) -> Tensor:
     """Return the weight as plain numbers, [..., N, K]."""
     table = torch.tensor((*MAGNITUDES, *(-value for value in MAGNITUDES)), dtype=dtype, device=weight.numbers.device)
     nibbles = torch.cat((weight.numbers & 15, weight.numbers >> 4), dim=-1)
-    exponents = (weight.scales.int() - 127).transpose(-1, -2).repeat_interleave(BLOCK, dim=-1)
+    halves = weight.scales.transpose(-3, -2).unflatten(-2, (2, -1)).flatten(-2)
+    num_blocks = weight.shape[-1] // BLOCK
+    scales = halves[..., : ceil_div(num_blocks, 2)].flatten(-2)[..., :num_blocks]
+    exponents = (scales.int() - 127).repeat_interleave(BLOCK, dim=-1)
     return torch.ldexp(table[nibbles.int()], exponents)
 
 
@@ -115,7 +130,7 @@ def unpack_tile(numbers, dtype: tl.constexpr):
 @jit
 def _scale_of(exponent):
     """Return `e8m0` scales as float32. The least scale, 2 ** -127, is subnormal."""
-    bits = exponent.to(tl.int32)
+    bits = exponent & 255
     return tl.where(bits > 0, bits << 23, 1 << 22).to(tl.float32, bitcast=True)
 
 
@@ -133,22 +148,29 @@ def packed_product_tile(
     dtype: tl.constexpr = hidden_rows.dtype.element_ty
     inner = tl.arange(0, 32)
     numbers_tile = numbers + ((weight.to(tl.int64) * NUM_COLUMNS + column) * HALF)[:, None] + inner[None, :]
-    low_scales = scales + weight.to(tl.int64) * (2 * NUM_TILES * NUM_COLUMNS) + column
+    NUM_WORDS: tl.constexpr = (NUM_TILES + 3) // 4  # words of `NUM_TOGETHER` scales
+    low_words = scales + weight.to(tl.int64) * (2 * NUM_WORDS * NUM_COLUMNS) + column
     hidden_tile = hidden_rows[:, None] + inner[None, :]
     acc = tl.zeros((TILE_C, TILE_R), tl.float32)
-    low_scale = tl.load(low_scales, mask=is_column, other=0)
-    high_scale = tl.load(low_scales + NUM_TILES * NUM_COLUMNS, mask=is_column, other=0)
-    for tile in range(NUM_TILES):
-        # Each weight is read once per step, so it should not displace other data in the cache.
-        packed = tl.load(numbers_tile + tile * 32, mask=is_column[:, None], other=0, eviction_policy="evict_first")
-        first = tl.load(hidden_tile + tile * 32, mask=is_row[:, None], other=0.0)
-        second = tl.load(hidden_tile + (HALF + tile * 32), mask=is_row[:, None], other=0.0)
-        # The scales of the next tile are loaded while this one is multiplied.
-        ahead, is_ahead = low_scales + (tile + 1) * NUM_COLUMNS, is_column & (tile + 1 < NUM_TILES)
+    next_low = tl.load(low_words, mask=is_column, other=0)
+    next_high = tl.load(low_words + NUM_WORDS * NUM_COLUMNS, mask=is_column, other=0)
+    for word in range(NUM_WORDS):
+        low_word, high_word = next_low, next_high
+        # The scales of the next tiles are loaded while these are multiplied.
+        ahead, is_ahead = low_words + (word + 1) * NUM_COLUMNS, is_column & (word + 1 < NUM_WORDS)
         next_low = tl.load(ahead, mask=is_ahead, other=0)
-        next_high = tl.load(ahead + NUM_TILES * NUM_COLUMNS, mask=is_ahead, other=0)
-        low, high = unpack_tile(packed, dtype)
-        acc += tl.dot(low, tl.trans(first), input_precision="ieee") * _scale_of(low_scale)[:, None]
-        acc += tl.dot(high, tl.trans(second), input_precision="ieee") * _scale_of(high_scale)[:, None]
-        low_scale, high_scale = next_low, next_high
+        next_high = tl.load(ahead + NUM_WORDS * NUM_COLUMNS, mask=is_ahead, other=0)
+        for place in tl.static_range(4):
+            tile = word * 4 + place
+            is_weight, is_hidden = is_column[:, None], is_row[:, None]
+            if NUM_TILES % 4 != 0:
+                is_weight, is_hidden = is_weight & (tile < NUM_TILES), is_hidden & (tile < NUM_TILES)
+            # Each weight is read once per step, so it should not displace other data in the cache.
+            packed = tl.load(numbers_tile + tile * 32, mask=is_weight, other=0, eviction_policy="evict_first")
+            first = tl.load(hidden_tile + tile * 32, mask=is_hidden, other=0.0)
+            second = tl.load(hidden_tile + (HALF + tile * 32), mask=is_hidden, other=0.0)
+            low, high = unpack_tile(packed, dtype)
+            low_scale, high_scale = _scale_of(low_word >> (8 * place)), _scale_of(high_word >> (8 * place))
+            acc += tl.dot(low, tl.trans(first), input_precision="ieee") * low_scale[:, None]
+            acc += tl.dot(high, tl.trans(second), input_precision="ieee") * high_scale[:, None]
     return acc

@@ -64,7 +64,7 @@ def _normed(wide, weight, dim, is_dim, eps, WIDTH: tl.constexpr, dtype: tl.const
     return (scaled * weights.to(tl.float32)).to(dtype).to(tl.float32)
 
 
-@jit(do_not_specialize=["part_stride", "second_stride"])
+@jit(do_not_specialize=["num_rows", "part_stride", "second_stride"])
 def _sandwich_norm_kernel(
     parts, second, residual, inner, first_norm, second_norm, outer, scale, normed, total,
     num_rows, parts_row, second_row, residual_row, part_stride, second_stride, eps,

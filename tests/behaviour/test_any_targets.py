@@ -44,8 +44,8 @@ def one_answer(path: Path) -> RunsHere:
 
 
 def runtime_of(target: object) -> str:
-    kinds = {HostedTarget: "transformers", OwnCacheTarget: "transformers-cache"}
-    return kinds.get(type(target), "native")  # type: ignore[call-overload, no-any-return]
+    kinds: dict[type, str] = {HostedTarget: "transformers", OwnCacheTarget: "transformers-cache"}
+    return kinds.get(type(target), "native")
 
 
 @pytest.fixture(autouse=True)

@@ -129,6 +129,8 @@ def make_model(path: Path, name: str) -> PreTrainedModel:
     config = AutoConfig.for_model(**{**SIZES, **FAMILIES[name]})
     config._attn_implementation = "eager"
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    if name == "gpt_oss, limited" and model.model.layers[0].mlp.experts.limit != config.swiglu_limit:
+        pytest.skip("this release of transformers ignores swiglu_limit")
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for key, parameter in model.named_parameters():

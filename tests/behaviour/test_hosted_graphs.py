@@ -117,5 +117,5 @@ def test_steps_do_not_wait_for_the_device(kind: str, tmp_path: Path) -> None:
         runner = llm.engine.runner
         assert runner.graphs is not None
         bucket, mode = runner.graphs.captured[-1]
-        with detecting_syncs():
+        with torch.inference_mode(), detecting_syncs():
             runner.graphs.replay([runner.graphs.padding_row] * bucket, mode)

@@ -61,7 +61,7 @@ def calls():
         kernels.experts(normal(rows, 2048), *weights, *routed)
     kernels.choose_experts(normal(1, 2048), normal(257, 2048), 8, True, 1)
     kernels.choose_experts(normal(1, 2880), normal(32, 2880), 4, True, 0, normal(32))
-    sides = (((rows, 1440), (90, rows)) for rows in (5760, 2880))
+    sides = (((rows, 1440), (24, rows, 4)) for rows in (5760, 2880))
     packed = [Packed(*(torch.empty(32, *shape, dtype=torch.uint8) for shape in side)) for side in sides]
     clamped, biases = Gate("clamped", alpha=1.702, limit=7.0), (normal(32, 5760), normal(32, 2880))
     for rows in some(1, 8, 64, 300):

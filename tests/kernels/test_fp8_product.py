@@ -172,7 +172,9 @@ def test_experts(
     hidden, stacks = normal(rows, width, dtype=DTYPE), experts(count, width, inner, block, rounding)
     ids = torch.stack([normal(count, seed=row).argsort()[:chosen] for row in range(rows)])
     scores = normal(rows, chosen, dtype=DTYPE, seed=2).abs()
-    wanted = fp8_experts_ref(hidden.double(), *stacks, ids, scores.double())[0]
+    # In bfloat16 the reference rounds the gated numbers too, so that both round the same numbers to FP8.
+    given = (hidden, scores) if torch.bfloat16 == DTYPE else (hidden.double(), scores.double())
+    wanted = fp8_experts_ref(given[0], *stacks, ids, given[1])[0].double()
     found = fp8_experts(hidden, *stacks, ids, scores)
     assert len(found) == chosen
     error = (found.double().sum(0) - wanted).norm(dim=1) / wanted.norm(dim=1)

@@ -68,8 +68,8 @@ def inputs(seed: int) -> Inputs:
         "wide": normal(R * N, 64, dtype=BFLOAT, seed=seed), "bias": normal(E, 64, dtype=BFLOAT, seed=seed),
         "packed_gate_up": draw(0, 256, E, 2 * 64, 32).to(torch.uint8),
         "packed_down": draw(0, 256, E, 64, 32).to(torch.uint8),
-        "scales_gate_up": draw(122, 126, E, 2, 2 * 64).to(torch.uint8),
-        "scales_down": draw(122, 126, E, 2, 64).to(torch.uint8),
+        "scales_gate_up": draw(122, 126, E, 2, 2 * 64, 4).to(torch.uint8),
+        "scales_down": draw(122, 126, E, 2, 64, 4).to(torch.uint8),
         # Row 2 is assigned with two pages, row R with one page. Row 0 gains one page.
         "changes": torch.cat((torch.tensor([[2, 1, 0, 2, 0], [0, 0, 1, 1, 2], [R, 1, 0, 1, 3]]).to(DEVICE),
                               draw(0, 2**40, R, 8)), 1),

@@ -9,7 +9,7 @@ from dflash_kernels import experts as module
 from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS
-from dflash_kernels.mxfp4 import Packed, halve_blocks, unpack
+from dflash_kernels.mxfp4 import Packed, group_scales, halve_blocks, unpack
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -27,20 +27,20 @@ def stored(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def packed(*shape: int, seed: int = 0) -> Packed:
     blocks, scales = stored(*shape, seed=seed)
-    return Packed(halve_blocks(blocks), scales.transpose(-1, -2).contiguous())
+    return Packed(halve_blocks(blocks), group_scales(scales))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unpacked_numbers_are_those_of_transformers(dtype: torch.dtype) -> None:
     blocks, scales = stored(3, 6, 128)
-    found = unpack(Packed(halve_blocks(blocks), scales.transpose(-1, -2).contiguous()), dtype)
+    found = unpack(Packed(halve_blocks(blocks), group_scales(scales)), dtype)
     assert torch.equal(found, convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2))
 
 
 def test_every_number_and_the_least_and_largest_scales() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(4, 16, 16)
     scales = torch.tensor([0, 1, 127, 254], dtype=torch.uint8)[:, None].expand(4, 16)
-    found = unpack(Packed(halve_blocks(blocks), scales.T.contiguous()), torch.float64)
+    found = unpack(Packed(halve_blocks(blocks), group_scales(scales)), torch.float64)
     values = found.view(4, 256, 2)
     assert values[2, 0x7F].tolist() == [-6.0, 6.0]
     assert values[2, 0x1A].tolist() == [-1.0, 0.5]

@@ -232,10 +232,12 @@ OWN_CACHE_DEFAULT = tuple(OWN_CACHE)[:3]
 
 def skip_unknown(kind: str) -> None:
     """Skip the test if this release of transformers does not know the model type."""
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, __version__
 
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"this release of transformers does not know {kind}")
+    if kind == "olmo3" and __version__ < "5.23":
+        pytest.skip("transformers 5.17 reads another form of this rope")
 
 
 def make_model(path: Path, kind: str, **changes: Any) -> Any:

@@ -89,11 +89,13 @@ def test_a_captured_target_is_not_called_slow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("is_stale", "id"), [(False, None), (True, "target-capture-differs")])
 def test_a_replay_is_compared_on_a_gpu(id: str | None, *, is_stale: bool) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    first: list[Tensor] = []
+    seen: list[Tensor] = []
 
     def run(token_ids: Tensor, positions: Tensor) -> Tensor:
-        first.append(token_ids.clone())
-        ids = first[0][: len(token_ids)] if is_stale and len(first[0]) == len(token_ids) else token_ids
+        """A stale forward is captured with the ids of the call before."""
+        is_old = is_stale and torch.cuda.is_current_stream_capturing()
+        ids = seen[-1] if is_old else token_ids
+        seen.append(token_ids.clone())
         return (ids[:, None] + positions[:, None] * torch.ones(3, device=device)).float()
 
     found = hosted_capture.why_not_captured(run, 50, 40, device)
