@@ -75,7 +75,7 @@ def own_prompts(family: str) -> list[list[int]]:
 def shorten() -> None:
     """A smaller search than a user's: fewer anchors, new prompts and rare ids."""
     readings.VERY_FEW_ANCHORS, readings.FEW_ANCHORS, readings.MANY_ANCHORS = 12, 32, 128
-    readings.MIN_TEST_PROMPTS, readings.NUM_RARE_IDS, readings.MAX_ON_TOP = 20, 24, 12
+    readings.MIN_TEST_PROMPTS, readings.NUM_RARE_IDS, readings.MAX_ON_TOP = 32, 24, 12
 
 
 def plant(fault: Any, family: str, strength: str, path: Path) -> None:

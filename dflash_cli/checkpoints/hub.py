@@ -114,7 +114,7 @@ def _has_token() -> bool:
 def _refusal(repo: str, error: Exception) -> CheckpointNotFound:
     """The error with the hub's answer on one line, and a hint by its status."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    answer = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    answer = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).removesuffix(":")
     status = getattr(getattr(error, "response", None), "status_code", 0)
     hint = HINTS.get(status, (None, None))[_has_token()]
     if status in TEMPORARY:

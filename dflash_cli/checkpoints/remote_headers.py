@@ -9,13 +9,13 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dflash_cli.checkpoints.hub import NotFromAHub, explained
+from dflash_cli.checkpoints.hub import MISREAD, NotFromAHub, explained
 from dflash_cli.checkpoints.slow_answers import ANSWER_S, too_slow
 from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, TensorInfo, parse_header
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
@@ -31,6 +31,9 @@ COMMIT = re.compile(r"[0-9A-Za-z._-]{1,64}")
 SIZE = re.compile(r"[0-9]{1,18}", re.ASCII)
 TIMEOUT_S = 30.0
 WORKERS = 8
+
+REFUSAL_BYTES = 16 * 1024
+"""The most bytes of a refusal's body that are read."""
 
 
 @dataclass(slots=True)
@@ -204,10 +207,7 @@ def _get(url: str, begin: int | None = None, end: int | None = None) -> Iterator
         headers |= {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
     with utils.get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_S) as response:
         if response.status_code >= 400:
-            # The library looks into the body of a refusal, and fails at bodies of other forms than the hub's.
-            kept = [item for item in response.headers.raw if not item[0].lower().startswith(b"content-")]
-            response = type(response)(response.status_code, headers=kept, content=b"", request=response.request)
-        utils.hf_raise_for_status(response)
+            _raise_refusal(response)
         if str(response.headers.get("Content-Type", "")).startswith("text/html"):
             raise NotFromAHub("an HTML page")
         if begin and response.status_code != 206:
@@ -215,6 +215,20 @@ def _get(url: str, begin: int | None = None, end: int | None = None) -> Iterator
                 "the server does not support requests for a range of bytes", id="hub-without-ranges", path=url
             )
         yield response
+
+
+def _raise_refusal(response: Any) -> None:
+    """Raise the library's error for a refusal, with the beginning of its body if the library reads such a body."""
+    body = next(response.iter_bytes(REFUSAL_BYTES), b"")
+    kept = [
+        item for item in response.headers.raw
+        if not item[0].lower().startswith(b"content-") or item[0].lower() == b"content-type"
+    ]  # fmt: skip
+    for content in (body, b""):
+        with suppress(*MISREAD):
+            _hub_utils().hf_raise_for_status(
+                type(response)(response.status_code, headers=kept, content=content, request=response.request)
+            )
 
 
 def _hub_utils() -> Any:

@@ -90,12 +90,12 @@ class ConversionRequest(ForceOptions, ReadingOptions):
         Literal["fp8"] | None,
         Option(
             help="fp8 rounds fc, o and the feed-forward of each layer to 8-bit floats with a scale per 128 x 128 "
-            "numbers. q, k, v and the head stay as they are, as vLLM and SGLang need. Default: no rounding."
+            "numbers. q, k, v and the head stay as they are. Default: no rounding."
         ),
     ] = None  # fmt: skip
     quantize_all: Annotated[
         bool,
-        Option(help="Also round q, k, v and the head. The head is the target's. Only dflash runs such a draft."),
+        Option(help="Also round q, k, v and the head. The head is the target's."),
     ] = False
     normalise_taps: Annotated[
         bool, Option(help="Sort the tapped layers, list each once, and reorder fc.weight to match.")

@@ -1,10 +1,9 @@
 """Round matrices of a draft to FP8 (e4m3), in the form of compressed-tensors that engines load.
 
 Each block of 128 x 128 numbers has one scale, its largest number / 448. Readers round activations with a scale per row
-and 128 columns. By default q, k, v and the head stay as they are: vLLM 0.33 multiplies k and v of the context outside
-its quantised layers and stops, and SGLang 0.5.23 reads q, k and v without scales.
-Source: vLLM 0.33.0 model_executor/models/qwen3_dflash.py (`_build_context_kv_buffers`; vllm-project/vllm#51581), SGLang
-0.5.23 models/dflash.py.
+and 128 columns. By default q, k, v and the head stay as they are: engines have multiplied k and v of the context
+outside their quantised layers (vllm-project/vllm#51581). vLLM 0.33.0 and SGLang 0.5.23 call these layers.
+Source: vLLM 0.33.0 model_executor/models/qwen3_dflash.py (`_build_context_kv_buffers`), SGLang 0.5.23 models/dflash.py.
 """
 
 import re

@@ -112,7 +112,9 @@ def _refuse_unquantisable(result: Format) -> None:
     """Refuse a dialect without a key for quantization."""
     if not result.allows_packed:
         text = f"--quantize: {result.title} lacks keys for quantised weights"
-        raise UnsupportedError(text, id="dialect-not-quantised", field="--to", found=result.name, hint="--to native")
+        raise UnsupportedError(
+            text, id="dialect-not-quantised", field="--to", found=result.name, hint="leave --quantize out"
+        )
 
 
 def _state(config: DraftConfig, carried: Mapping[str, Any], result: Format) -> tuple[DraftConfig, Json, list[Notice]]:

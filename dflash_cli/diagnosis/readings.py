@@ -355,14 +355,12 @@ class Searcher:
     ) -> "tuple[ReadingScreen, Sequence[Hashable]] | None":
         """Other greedy texts, and the distinct prompt of each: from other random ids, or further into given prompts.
 
-        Texts of one given prompt resemble each other. So random ids are added to few given prompts.
+        Texts of one given prompt resemble each other, so they count once. Of few given prompts each text counts: the
+        test is then about these prompts alone.
         """
         given = list(dict.fromkeys(output.prompt_token_ids for output in outputs)) if is_given else []
         first = max(self._budget.num_prompts, len(outputs))
-        numbers = range(first, first + max(MIN_TEST_PROMPTS, len(outputs)))
-        num_given = len(given) if len(given) < MIN_FOR_TEST else len(numbers)
-        parts = (numbers[:num_given], given), (numbers[num_given:], ())
-        made = [text for part, starts in parts if part for text in self._runner.make_prompts(part, starts)]
+        made = self._runner.make_prompts(range(first, first + max(MIN_TEST_PROMPTS, len(outputs))), given)
         known = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
         # A confident target may sample the same text twice, or the greedy text.
         new = dict.fromkeys(tuple(prompt) for prompt in made if all(text[: len(prompt)] != prompt for text in known))
@@ -377,8 +375,8 @@ class Searcher:
         taps = {*self._own.config.target_layer_ids, *best.config.target_layer_ids}
         if len(written) < MIN_FOR_TEST:
             return None
-        starts = [output.prompt_token_ids for output in written]
-        prompts = [next((item for item in given if text[: len(item)] == item), text) for text in starts]
+        starts, counted = [output.prompt_token_ids for output in written], given if len(given) >= MIN_FOR_TEST else []
+        prompts = [next((item for item in counted if text[: len(item)] == item), text) for text in starts]
         return self._runner.screen(written, taps), prompts
 
     def _tested(self, best: ReadingResult, screen: "ReadingScreen", prompts: Sequence[Hashable]) -> ReadingResult:

@@ -244,8 +244,9 @@ class Parameter:
         )
 
     def _refusal(self, value: Any) -> UsageError:
-        is_huge = self.kind is int and is_int(value) and abs(value) > MAX_INT
-        return UsageError(field=self.title, found=value, expected="a number of 64 bits" if is_huge else self._expected)
+        is_huge = self.kind is int and is_int(value) and value > MAX_INT and self.option.max is None
+        expected = f"{self._expected}, and at most {MAX_INT}" if is_huge else self._expected
+        return UsageError(field=self.title, found=value, expected=expected)
 
     @property
     def _expected(self) -> str:

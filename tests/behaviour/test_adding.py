@@ -166,7 +166,7 @@ class TestEngine:
         assert outcome.out.startswith("TOY01  block_size is at most 2.\n")
         assert "dflash convert DRAFT OUT --to toy-native --target TARGET" in outcome.out
         listed = json.loads(self.toy(folder, "explain", "--engine", "toy", "--json").out)["rules"]
-        assert {rule["id"] for rule in listed} == {"TOY01", "S14", "S17", "S32", "S33", "S34", "S35"}
+        assert {rule["id"] for rule in listed} == {"TOY01", "S14", "S17", "S32", "S33", "S34", "S35", "S42"}
 
     def test_the_table_of_rules_lists_it(self, folder: Path) -> None:
         table = rule_table_with("dflash_cli.engines", folder)

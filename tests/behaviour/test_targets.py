@@ -119,7 +119,7 @@ def test_running_is_refused_by_name(name: str, tmp_path: Path) -> None:
     is_read = isinstance(source.facts, TargetConfig) or (is_native and hasattr(target_families()[kind], "read_config"))
     if is_native and is_read:
         is_readable = source.facts.quantization in (None, "mxfp4")
-        assert refused.value.id == ("tensor-mismatch" if is_readable else "quantised-weights")
+        assert refused.value.id == ("tensor-mismatch" if is_readable else "quantization-without-weights")
     else:
         assert refused.value.id == ("target-not-run" if is_native else "target-without-native-family")
         assert refused.value.found == kind

@@ -250,7 +250,7 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
         try:
             refuse_unless_fp8(subject.checkpoint)
         except DFlashError as error:
-            yield Problem(WEIGHTS, error.message)
+            yield from _mild_for_loading(subject, Problem(WEIGHTS, error.message))
         return
     packed = sorted(
         {info.dtype for info in _body_tensors(subject).values() if info.dtype not in FLOATS and len(info.shape) > 1}
@@ -265,12 +265,17 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
         )
     elif packed:
         problem = Problem(WEIGHTS, f"packed weights ({', '.join(packed)}) without a quantization_config")
-        loading = tuple(engine.name for engine in subject.plan.engines if engine.loads_config(subject))
-        others = tuple(engine.name for engine in subject.plan.engines if engine.name not in loading)
-        if others or not loading:
-            yield replace(problem, engines=others or None)
-        if loading:  # S42 lists the parts that they misread
-            yield replace(problem, engines=loading, severity="warning", outcome="serves")
+        yield from _mild_for_loading(subject, problem)
+
+
+def _mild_for_loading(subject: Subject, problem: Problem) -> Iterator[Problem]:
+    """A problem, as a warning for the named engines that load the draft. S42 lists the parts that they misread."""
+    loading = tuple(engine.name for engine in subject.plan.engines if engine.loads_config(subject))
+    others = tuple(engine.name for engine in subject.plan.engines if engine.name not in loading)
+    if others or not loading:
+        yield replace(problem, engines=others or None)
+    if loading:
+        yield replace(problem, engines=loading, severity="warning", outcome="serves")
 
 
 def _states_packing(subject: Subject) -> bool:

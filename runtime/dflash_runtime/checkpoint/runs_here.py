@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -150,7 +150,7 @@ def how_it_runs(
     try:
         if wanted in ("auto", "native"):
             try:
-                (refuse_native or partial(_refuse_native, has_headers=has_headers))(source)
+                (refuse_native or _refuse_native)(source)
                 return RunsHere("native", kept_packed(source))
             except UnsupportedError as error:
                 if wanted == "native":
@@ -220,7 +220,7 @@ def release_note() -> Notice | None:
     return Notice(text, id="other-transformers")
 
 
-def _refuse_native(source: TargetSource, *, has_headers: bool) -> None:
+def _refuse_native(source: TargetSource) -> None:
     families = native_families()
     kind = source.facts.model_type
     if kind not in families:
@@ -230,17 +230,17 @@ def _refuse_native(source: TargetSource, *, has_headers: bool) -> None:
         refuse_other_layers(read_config(checkpoint.config, checkpoint.config_path), checkpoint.config_path)
     elif not families[kind]:
         refuse_other_layers(source.config, checkpoint.config_path)
-    refuse_quantised(source, has_headers=has_headers)
+    refuse_quantised(source)
 
 
-def refuse_quantised(source: TargetSource, *, has_headers: bool = True) -> None:
+def refuse_quantised(source: TargetSource) -> None:
     """Refuse quantised weights, unless the native family of the target multiplies them as they are.
 
     Raises:
         UnsupportedError: the weights are quantised.
         CheckpointError: a weight in FP8 lacks its scales.
     """
-    checkpoint = source.checkpoint
+    checkpoint, has_headers = source.checkpoint, _has_headers(source)
     if source.facts.model_type not in WITHOUT_FP8:
         refuse_packed_unless_fp8(checkpoint, has_headers=has_headers)
     elif kept_packed(source) is None:

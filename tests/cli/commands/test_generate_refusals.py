@@ -89,7 +89,6 @@ def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     [
         (16, ["--dtype", "float64"], "dtype-not-computed"),
         (520, [], "head-size-not-computed"),
-        (15, [], "head-size-not-computed"),
     ],
 )
 def test_attention_that_the_kernels_do_not_compute_is_refused(

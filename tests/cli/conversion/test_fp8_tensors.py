@@ -79,10 +79,10 @@ def mean_accepted(outputs: list[RequestOutput]) -> float:
 
 
 def test_verdicts_of_engines(draft: Path) -> None:
-    """vLLM stops at q, k, v or a head in FP8, and SGLang reads q, k and v without scales."""
+    """vLLM and SGLang load every part as it is meant, by their own code (`quantised_verdicts.json`)."""
     outcome = support.invoke("validate", draft, "--engine", "vllm,sglang", "--json")
-    found = {item["id"] for item in json.loads(outcome.out)["findings"]} & {"S44", "S45", "N11"}
-    assert found == ({"S44", "S45"} if draft.name == "all" else set())
+    assert outcome.code == 0
+    assert not {item["id"] for item in json.loads(outcome.out)["findings"]} & {"S32", "S42", "N11"}
 
 
 def test_a_quantised_draft_is_not_rounded_again(draft: Path, tmp_path: Path) -> None:

@@ -214,25 +214,6 @@ def sharded(change: Callable[[dict[str, Any]], object], *, drop: bool = False) -
     return spoil
 
 
-def in_fp8(*parts: str) -> Callable[[Path], object]:
-    """Round the matrices whose names have one of these parts to FP8, in the form of compressed-tensors."""
-
-    def spoil(path: Path) -> None:
-        from safetensors.torch import load_file, save_file
-
-        from dflash_cli.conversion.fp8_tensors import quantization_config
-        from dflash_kernels.fp8_weight import to_fp8
-
-        stored = load_file(path / "model.safetensors")
-        for name in [name for name in stored if name.endswith(".weight") and any(part in name for part in parts)]:
-            stored |= to_fp8(stored[name], (128, 128)).tensors(name.removesuffix(".weight"))
-        save_file(stored, path / "model.safetensors", {"format": "pt"})
-        config = json.loads((path / "config.json").read_text())
-        support.write_config(path, {**config, "quantization_config": quantization_config(has_all=False)})
-
-    return spoil
-
-
 def _write(path: Path, files: Mapping[str, Any]) -> None:
     for name, content in files.items():
         (path / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from dflash_testing import checkpoints as support
-from dflash_testing.rule_cases.base import MIXED, SLIDING, SPEC, Case, add, both, in_fp8, nested, nothing, top, without
+from dflash_testing.rule_cases.base import MIXED, SLIDING, SPEC, Case, add, both, nested, nothing, top, without
 
 CASES = [
     Case(
@@ -123,7 +123,5 @@ CASES = [
         config=nested(input_embedding_scale=3.0),
     ),
     Case(rule="S28", key="layer_types", names=("0.24",), engines="vllm@0.24", shape=SLIDING),
-    Case(rule="S44", at="model.safetensors", names=("k_proj", "FP8"), engines="vllm", spoil=in_fp8("k_proj", "v_proj")),
-    Case(rule="S45", at="model.safetensors", names=("q_proj",), engines="sglang", spoil=in_fp8("q_proj", "mlp")),
     Case(rule="S28", key="layer_types", names=("0.25",), engines="vllm@0.25", shape=MIXED),
 ]  # fmt: skip
