@@ -61,7 +61,7 @@ def halve_blocks(blocks: Tensor) -> Tensor:
 def group_scales(scales: Tensor) -> Tensor:
     """Scales of a file [..., N, K / 32] -> the scales of `Packed`, [..., 2 * W, N, 4]."""
     halves = functional.pad(scales, (0, scales.shape[-1] % 2)).unflatten(-1, (2, -1))
-    padded = functional.pad(halves, (0, -halves.shape[-1] % NUM_TOGETHER)).unflatten(-1, (-1, NUM_TOGETHER))
+    padded: Tensor = functional.pad(halves, (0, -halves.shape[-1] % NUM_TOGETHER)).unflatten(-1, (-1, NUM_TOGETHER))
     return padded.flatten(-3, -2).transpose(-3, -2).contiguous()
 
 

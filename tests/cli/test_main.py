@@ -115,13 +115,17 @@ def processor_seconds(*arguments: str) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-@pytest.mark.parametrize(("arguments", "limit"), [([], 0.15), (["generate"], 0.25), (["convert"], 0.25)])
+@pytest.mark.parametrize(("arguments", "limit"), [([], 2), (["generate"], 3.5), (["convert"], 4.5)])
 def test_help_is_there_at_once(arguments: list[str], limit: float) -> None:
-    """Compared with a bare interpreter, in the best of at most five tries."""
+    """Compared with an import of Typer, in processor time beyond a bare interpreter, in the best of at most five tries."""
+
+    def beyond_bare(*command: str) -> float:
+        return processor_seconds(*command) - processor_seconds("-c", "pass")
+
     tries = (
-        processor_seconds("-m", "dflash_cli", *arguments, "--help") - processor_seconds("-c", "pass") for _ in range(5)
+        beyond_bare("-m", "dflash_cli", *arguments, "--help") / beyond_bare("-c", "import typer.main") for _ in range(5)
     )
-    assert any(seconds < limit for seconds in tries)
+    assert any(ratio < limit for ratio in tries)
 
 
 @pytest.mark.parametrize(
