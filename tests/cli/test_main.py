@@ -117,7 +117,7 @@ def processor_seconds(*arguments: str) -> float:
 
 @pytest.mark.parametrize(("arguments", "limit"), [([], 2), (["generate"], 3.5), (["convert"], 4.5)])
 def test_help_is_there_at_once(arguments: list[str], limit: float) -> None:
-    """Compared with an import of Typer, in processor time beyond a bare interpreter, in the best of at most five tries."""
+    """Compared with an import of Typer by processor time beyond a bare interpreter, in the best of five tries."""
 
     def beyond_bare(*command: str) -> float:
         return processor_seconds(*command) - processor_seconds("-c", "pass")
