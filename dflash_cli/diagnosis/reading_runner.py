@@ -53,7 +53,7 @@ class ReadingRunner:
         self.text_len = prompt_len + effort.max_new_tokens
         wanted = self.text_len + LARGEST_BLOCK * limits.num_lookahead_tokens
         config = replace(config, max_model_len=min(limits.max_model_len, wanted))
-        self._pair = load_pair(target, draft, config)
+        self._pair = load_pair(target, draft, config).with_plain_draft()
 
     def build(self, reading: AlternativeReading) -> LoadedPair:
         """The pair under another reading of its draft."""

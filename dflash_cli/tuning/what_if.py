@@ -64,11 +64,20 @@ def changes_nothing(what_if: WhatIf, pair: LoadedPair) -> bool:
 
 
 def refuse_rounding(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> None:
-    """Refuse to round the target or its KV if transformers' code runs the target.
+    """Refuse to round the target or its KV if transformers' code runs the target, and a target in FP8 or MXFP4.
 
     Raises:
         UnsupportedError: names the what-if.
     """
+    if pair.target_quantization is not None and "target" in dict(what_if.formats):
+        raise UnsupportedError(
+            f"the target's weights are quantised already ({pair.target_quantization})",
+            id="quantised-target-rounded",
+            path=source.checkpoint.path,
+            field="--what-if",
+            found=what_if.name,
+            hint="round the draft or KV: --what-if draft=FORMAT",
+        )
     if pair.target_runtime != "native" and {"kv", "target"} & {part for part, _ in what_if.formats}:
         raise UnsupportedError(
             "transformers' code runs this target, so its weights and KV cannot be rounded",
@@ -97,7 +106,9 @@ def rounded(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> LoadedPa
     if formats.keys() & {"kv", "target"}:
         found = replace(found, target=_load(pair, source, found.placement, formats.get("target")))
     if "draft" in formats:
-        found = replace(found, draft_weights=round_weights(pair.draft_weights, formats["draft"]))
+        plain = pair.with_plain_draft().draft_weights
+        assert plain is not None
+        found = replace(found, draft_weights=round_weights(plain, formats["draft"]))
     return found.with_draft(pair.draft.config)
 
 

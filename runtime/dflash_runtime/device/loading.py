@@ -27,7 +27,7 @@ from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes
-from dflash_runtime.models.weights import Weights, native_bytes
+from dflash_runtime.models.weights import Weights, native_bytes, plain_weights
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.limits import Limits
 
@@ -86,6 +86,13 @@ class LoadedPair:
         """The pair with another config for the draft, and the draft's loaded weights."""
         assert self.draft_weights is not None, "a pair that was loaded with a draft"
         return replace(self, draft=build_draft(config, self.draft_weights, self.target, self.placement))
+
+    def with_plain_draft(self) -> "LoadedPair":
+        """The pair with dequantised matrices instead of matrices in FP8, for code that changes a draft's weights."""
+        assert self.draft is not None
+        assert self.draft_weights is not None, "a pair that was loaded with a draft"
+        weights = plain_weights(self.draft_weights, self.placement.dtype)
+        return replace(self, draft_weights=weights).with_draft(self.draft.config)
 
     def without_draft(self) -> "LoadedPair":
         """The pair without its draft, for plain decoding."""

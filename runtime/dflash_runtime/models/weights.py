@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dflash_kernels.fp8_weight import WEIGHT, Fp8Weight, join_rows
+from dflash_kernels.fp8_weight import SCALES, WEIGHT, Fp8Weight, join_rows
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.fp8_format import E4M3, Fp8Format, Fp8Names, fp8_matrices, read_fp8_format
 from dflash_runtime.checkpoint.layout import FUSED
@@ -136,6 +136,15 @@ def named_tensors(name: str, matrix: Matrix) -> dict[str, Tensor]:
 def find_matrix(weights: Weights, name: str) -> Matrix:
     """Return the weight of the module `name`."""
     return Fp8Weight.find(weights, name) or weights[f"{name}{WEIGHT}"]
+
+
+def plain_weights(weights: Weights, dtype: torch.dtype) -> Weights:
+    """Return the weights with every matrix in FP8 as plain numbers in a dtype, without its scales."""
+    names = [name.removesuffix(SCALES) for name in weights if name.endswith(SCALES)]
+    packed = {name: found for name in names if (found := Fp8Weight.find(weights, name)) is not None}
+    parts = {part for name, found in packed.items() for part in found.tensors(name)}
+    kept = {name: tensor for name, tensor in weights.items() if name not in parts}
+    return {**kept, **{f"{name}{WEIGHT}": found.dequantised(dtype) for name, found in packed.items()}}
 
 
 def join_matrices(parts: Sequence[Matrix]) -> Matrix:

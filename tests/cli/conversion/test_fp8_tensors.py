@@ -8,9 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dflash_cli.checkpoints.opening import open_draft
-from dflash_kernels.fp8_weight import FP8, to_fp8
+from dflash_cli.checkpoints.opening import open_draft, open_target
+from dflash_cli.checkpoints.references import tiny_directory
+from dflash_cli.tuning.what_if import parse_what_ifs, rounded
+from dflash_kernels.fp8_weight import FP8, Fp8Weight, to_fp8
 from dflash_runtime.checkpoint.fp8_format import read_fp8_format
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.loading import load_pair
 from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.models.target import TargetEnds
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
@@ -72,6 +76,24 @@ def test_the_runtime_runs_it(draft: Path) -> None:
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
     source = bundled_llm(bundled_draft_model(), 7).generate(prompts, params)
     assert mean_accepted(outputs) > 0.8 * mean_accepted(source)
+
+
+def test_code_that_changes_weights_gets_plain_numbers(draft: Path) -> None:
+    """`diagnose` reads parts in other ways, and `tune --what-if` rounds them."""
+    target = open_target(tiny_directory() / "target")
+    loaded = load_pair(target, open_draft(draft), EngineConfig(device="cpu", max_model_len=64))
+    pair = loaded.with_plain_draft()
+    assert loaded.draft_weights is not None
+    assert pair.draft_weights is not None
+    assert any(tensor.dtype == FP8 for tensor in loaded.draft_weights.values())
+    assert {tensor.dtype for tensor in pair.draft_weights.values()} == {torch.float32}
+    assert not any(name.endswith("_scale") for name in pair.draft_weights)
+    form = Fp8Weight.find(loaded.draft_weights, "fc")
+    assert form is not None
+    assert torch.equal(pair.draft_weights["fc.weight"], form.dequantised())
+    rounded_again = rounded(loaded, target, parse_what_ifs("draft=int8")[0])
+    assert rounded_again.draft_weights is not None
+    assert {tensor.dtype for tensor in rounded_again.draft_weights.values()} == {torch.float32}
 
 
 def mean_accepted(outputs: list[RequestOutput]) -> float:

@@ -119,6 +119,13 @@ def test_a_hosted_target_is_not_rounded(session: PairSession) -> None:
     assert rounded(hosted, session.target, parse_what_ifs("draft=fp8")[0]).rounding == "draft=fp8"
 
 
+def test_a_quantised_target_is_not_rounded_again(session: PairSession) -> None:
+    packed = replace(session.llm.pair, target_quantization="fp8")
+    with refuses(UnsupportedError, "quantised-target-rounded", field="--what-if"):
+        rounded(packed, session.target, parse_what_ifs("target=int8")[0])
+    assert rounded(packed, session.target, parse_what_ifs("draft=fp8")[0]).rounding == "draft=fp8"
+
+
 def test_it_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "_measure", lambda *_: pytest.fail("measured first"))
     hosted = ("--target-runtime", "transformers", "--device", "cpu", "--what-if", "draft=fp8,kv=fp8")
