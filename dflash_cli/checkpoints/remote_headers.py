@@ -224,11 +224,14 @@ def _raise_refusal(response: Any) -> None:
         item for item in response.headers.raw
         if not item[0].lower().startswith(b"content-") or item[0].lower() == b"content-type"
     ]  # fmt: skip
-    for content in (body, b""):
-        with suppress(*MISREAD):
-            _hub_utils().hf_raise_for_status(
-                type(response)(response.status_code, headers=kept, content=content, request=response.request)
-            )
+
+    def raise_with(content: bytes) -> None:
+        made = type(response)(response.status_code, headers=kept, content=content, request=response.request)
+        _hub_utils().hf_raise_for_status(made)
+
+    with suppress(*MISREAD):
+        raise_with(body)
+    raise_with(b"")
 
 
 def _hub_utils() -> Any:
