@@ -38,7 +38,7 @@ from dflash_kernels.launch_config import (
     require,
     tl,
 )
-from dflash_kernels.mxfp4 import PACKED_DEPTH, Packed, packed_product_tile, unpack
+from dflash_kernels.mxfp4 import Packed, packed_product_tile, unpack
 from dflash_kernels.product import product_parts
 from dflash_kernels.rope_norm import sum_parts
 
@@ -260,13 +260,13 @@ def _plain_product_tile(
 @jit
 def _product_tile(
     weight, scales, expert, column, hidden_rows, is_column, is_row,
-    NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_PACKED: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_PACKED: tl.constexpr, IS_FAST: tl.constexpr,
     TILE_C: tl.constexpr, TILE_R: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows `column` of an expert's weight with hidden rows, which are pointers: float32 [TILE_C, TILE_R]."""
     if IS_PACKED:
         acc = packed_product_tile(
-            weight, scales, expert, column, hidden_rows, is_column, is_row, NUM_COLUMNS, DEPTH, TILE_C, TILE_R
+            weight, scales, expert, column, hidden_rows, is_column, is_row, NUM_COLUMNS, DEPTH, IS_FAST, TILE_C, TILE_R
         )
     else:
         weight_rows = weight + (expert.to(tl.int64) * NUM_COLUMNS + column) * DEPTH
@@ -278,10 +278,10 @@ def _product_tile(
 def _gated_experts_kernel(
     hidden, weight, scales, bias, chosen, order, ends, out, num_rows,
     HIDDEN_ROW: tl.constexpr, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    IS_BY_ROUTE: tl.constexpr, IS_SORTED: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, NUM_EXPERTS: tl.constexpr, TILE_E: tl.constexpr,
-    TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr, TILE_K: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    IS_BY_ROUTE: tl.constexpr, IS_SORTED: tl.constexpr, IS_PACKED: tl.constexpr, IS_FAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    TILE_E: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr,
+    TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     if IS_SORTED:
@@ -306,7 +306,7 @@ def _gated_experts_kernel(
         hidden_rows = hidden + (route // NUM_CHOSEN).to(tl.int64) * HIDDEN_ROW
         acc = _product_tile(
             weight, scales, expert, column, hidden_rows, is_column, is_row,
-            2 * WIDTH, DEPTH, IS_PACKED, 2 * TILE_F, TILE_R, TILE_K,
+            2 * WIDTH, DEPTH, IS_PACKED, IS_FAST, 2 * TILE_F, TILE_R, TILE_K,
         )  # fmt: skip
         if HAS_BIAS:
             added = tl.load(bias + expert.to(tl.int64) * 2 * WIDTH + column, mask=is_column, other=0.0)
@@ -321,9 +321,9 @@ def _gated_experts_kernel(
 def _down_experts_kernel(
     hidden, weight, scales, bias, chosen, scores, order, ends, out, num_rows,
     NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, IS_BY_ROUTE: tl.constexpr,
-    IS_SORTED: tl.constexpr, IS_PACKED: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    TILE_E: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
-    TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    IS_SORTED: tl.constexpr, IS_PACKED: tl.constexpr, IS_FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TILE_E: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
@@ -352,7 +352,7 @@ def _down_experts_kernel(
         hidden_rows = hidden + route.to(tl.int64) * DEPTH
         acc = _product_tile(
             weight, scales, expert, column, hidden_rows, is_column, is_row,
-            WIDTH, DEPTH, IS_PACKED, TILE_C, TILE_R, TILE_K,
+            WIDTH, DEPTH, IS_PACKED, IS_FAST, TILE_C, TILE_R, TILE_K,
         )  # fmt: skip
         if HAS_BIAS:
             added = tl.load(bias + expert.to(tl.int64) * WIDTH + column, mask=is_column, other=0.0)
@@ -427,13 +427,14 @@ def experts(
     shapes = (num_experts, 2 * depth), (num_experts, width)
     require(biases is None or (biases[0].shape, biases[1].shape) == shapes, "biases", "one number per row of weights")
     is_sorted = num_rows > MAX_EXPERT_ROWS
+    is_fast = all(weight.has_small_scales for weight in (gate_up, down) if isinstance(weight, Packed))
     shape_of = packed_experts_shape if is_packed else experts_shape
     shape = shape_of(num_rows, num_chosen, num_experts, hidden.element_size(), hidden.device)
     inner = torch.empty((num_rows * num_chosen, depth), dtype=hidden.dtype, device=hidden.device)
     out = torch.empty((num_chosen, num_rows, width), dtype=hidden.dtype, device=hidden.device)
     options = {
-        "IS_SORTED": is_sorted, "IS_PACKED": is_packed, "HAS_BIAS": biases is not None, "NUM_EXPERTS": num_experts,
-        "TILE_E": power_of_2(num_experts), **_options(shape, num_chosen, hidden.device),
+        "IS_SORTED": is_sorted, "IS_PACKED": is_packed, "IS_FAST": is_fast, "HAS_BIAS": biases is not None,
+        "NUM_EXPERTS": num_experts, "TILE_E": power_of_2(num_experts), **_options(shape, num_chosen, hidden.device),
     }  # fmt: skip
     order = ends = chosen
     num_programs = num_rows * num_chosen if shape.is_by_route else num_experts
@@ -460,16 +461,16 @@ def _tensors_of(weight: Weight) -> tuple[Tensor, ...]:
 
 def _with_scales(weight: Weight) -> tuple[Tensor, Tensor]:
     """Return the two weight arguments of a launch. A word of scales is one integer."""
-    return (weight.numbers, weight.scales.view(torch.int32)) if isinstance(weight, Packed) else (weight, weight)
+    if not isinstance(weight, Packed):
+        return weight, weight
+    return weight.numbers, weight.scales.view(torch.int32)
 
 
 def _is_ours(hidden: Tensor, gate_up: Weight, down: Weight) -> bool:
     """Return whether our kernels compute these experts: few rows, or packed weights that they can unpack."""
     if not len(hidden) or not (hidden.element_size() == 2 or IS_INTERPRETED):
         return False
-    if isinstance(down, Packed):
-        return gate_up.shape[-1] % PACKED_DEPTH == 0 and down.shape[-1] % PACKED_DEPTH == 0
-    return len(hidden) <= MAX_EXPERT_ROWS
+    return isinstance(down, Packed) or len(hidden) <= MAX_EXPERT_ROWS
 
 
 def _options(shape: ExpertsShape, num_chosen: int, device: torch.device) -> dict[str, object]:
@@ -477,5 +478,5 @@ def _options(shape: ExpertsShape, num_chosen: int, device: torch.device) -> dict
     return {
         "NUM_CHOSEN": num_chosen, "IS_BY_ROUTE": shape.is_by_route, "TILE_T": shape.sought_rows,
         "TILE_P": power_of_2(num_chosen), "TILE_R": shape.rows, "TILE_K": shape.depth,
-        "num_warps": 4, "num_stages": shape.num_stages, "enable_fp_fusion": False, **early(device),
+        "num_warps": shape.num_warps, "num_stages": shape.num_stages, "enable_fp_fusion": False, **early(device),
     }  # fmt: skip

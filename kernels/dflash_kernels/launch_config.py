@@ -309,6 +309,7 @@ class ExpertsShape:
     num_stages: int
     sought_rows: int
     is_by_route: bool
+    num_warps: int = 4
 
 
 def experts_shape(
@@ -329,18 +330,18 @@ def experts_shape(
 def packed_experts_shape(
     num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
 ) -> ExpertsShape:
-    """As `experts_shape`, for packed weights. A tile has 32 numbers of both halves of a row, with one scale each.
-    A stage has four tiles.
+    """As `experts_shape`, for packed weights, in tiles of 128 numbers of each row.
 
-    Programs are small, so that the instructions that unpack are spread evenly over the device.
+    Few rows take programs of two warps, with the tensor core instructions of older devices: these wait for nothing
+    between products, so the warps of a multiprocessor unpack all the time.
     """
     if num_rows > MAX_EXPERT_ROWS:
-        num_stages = fitting_stages(2, 4 * (128 + 2 * 64 * itemsize) * 32, 0, device)
-        return ExpertsShape(64, 128, 32, num_stages, MIN_DOT, is_by_route=False)
+        num_stages = fitting_stages(3, (128 * 2 + 64 * 4 * itemsize) * 32, 0, device)
+        return ExpertsShape(64, 128, 128, num_stages, MIN_DOT, is_by_route=False)
     plain = experts_shape(num_rows, num_chosen, num_experts, itemsize, device)
-    columns = 64
-    num_stages = fitting_stages(3, 4 * (columns + 2 * plain.rows * itemsize) * 32, 0, device)
-    return replace(plain, columns=columns, depth=32, num_stages=num_stages)
+    columns, num_warps = (64, 2) if plain.rows == MIN_DOT else (128, 4)
+    num_stages = fitting_stages(3, (columns * 2 + plain.rows * 4 * itemsize) * 32, 0, device)
+    return replace(plain, columns=columns, depth=128, num_stages=num_stages, num_warps=num_warps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,10 @@ def calls():
         kernels.experts(normal(rows, 2048), *weights, *routed)
     kernels.choose_experts(normal(1, 2048), normal(257, 2048), 8, True, 1)
     kernels.choose_experts(normal(1, 2880), normal(32, 2880), 4, True, 0, normal(32))
-    sides = (((rows, 1440), (24, rows, 4)) for rows in (5760, 2880))
-    packed = [Packed(*(torch.empty(32, *shape, dtype=torch.uint8) for shape in side)) for side in sides]
+    def packed_weight(*tiles):
+        numbers, scales = torch.empty(*tiles, 16, dtype=torch.int32), torch.empty(*tiles, 4, dtype=torch.uint8)
+        return Packed(numbers, scales, 2880, True)
+    packed = [packed_weight(32, rows // 32, 23, 32) for rows in (5760, 2880)]
     clamped, biases = Gate("clamped", alpha=1.702, limit=7.0), (normal(32, 5760), normal(32, 2880))
     for rows in some(1, 8, 64, 300):
         routed = torch.zeros(rows, 4, dtype=torch.int64), normal(rows, 4)

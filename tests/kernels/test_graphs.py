@@ -13,7 +13,7 @@ from dflash_kernels.delta_prompts import PromptChunks
 from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS
-from dflash_kernels.mxfp4 import Packed
+from dflash_kernels.mxfp4 import Packed, arrange_numbers, arrange_scales
 from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
@@ -66,10 +66,10 @@ def inputs(seed: int) -> Inputs:
         "experts": torch.stack([torch.randperm(E, generator=generator)[:C] for _ in range(R * N)]).to(DEVICE),
         "scores": normal(R * N, C, dtype=BFLOAT, seed=seed).abs(),
         "wide": normal(R * N, 64, dtype=BFLOAT, seed=seed), "bias": normal(E, 64, dtype=BFLOAT, seed=seed),
-        "packed_gate_up": draw(0, 256, E, 2 * 64, 32).to(torch.uint8),
-        "packed_down": draw(0, 256, E, 64, 32).to(torch.uint8),
-        "scales_gate_up": draw(122, 126, E, 2, 2 * 64, 4).to(torch.uint8),
-        "scales_down": draw(122, 126, E, 2, 64, 4).to(torch.uint8),
+        "packed_gate_up": arrange_numbers(draw(0, 256, E, 2 * 64, 2, 16).to(torch.uint8)),
+        "packed_down": arrange_numbers(draw(0, 256, E, 64, 2, 16).to(torch.uint8)),
+        "scales_gate_up": arrange_scales(draw(122, 126, E, 2 * 64, 2).to(torch.uint8)),
+        "scales_down": arrange_scales(draw(122, 126, E, 64, 2).to(torch.uint8)),
         # Row 2 is assigned with two pages, row R with one page. Row 0 gains one page.
         "changes": torch.cat((torch.tensor([[2, 1, 0, 2, 0], [0, 0, 1, 1, 2], [R, 1, 0, 1, 3]]).to(DEVICE),
                               draw(0, 2**40, R, 8)), 1),
@@ -125,7 +125,7 @@ def chosen_experts(kernels: Kernels, at: Inputs, num_rows: int) -> Tensor:
 
 def packed_experts(kernels: Kernels, at: Inputs, num_rows: int) -> tuple[Tensor, ...]:
     """Experts of `num_rows` rows with packed weights, biases and the gate of gpt-oss."""
-    weights = (Packed(at[f"packed_{part}"], at[f"scales_{part}"]) for part in ("gate_up", "down"))
+    weights = (Packed(at[f"packed_{part}"], at[f"scales_{part}"], 64, True) for part in ("gate_up", "down"))
     biases = at["bias"].repeat(1, 2).contiguous(), at["bias"]
     names = ("wide", "experts", "scores")
     hidden, *routed = (at[name].repeat(num_rows // (R * N) + 1, 1)[:num_rows] for name in names)

@@ -5,11 +5,10 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from dflash_kernels import experts as module
 from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS
-from dflash_kernels.mxfp4 import Packed, group_scales, halve_blocks, unpack
+from dflash_kernels.mxfp4 import LARGEST_SCALE, MAGNITUDES, Packed, arrange_numbers, arrange_scales, pack, unpack
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -26,22 +25,25 @@ def stored(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def packed(*shape: int, seed: int = 0) -> Packed:
-    blocks, scales = stored(*shape, seed=seed)
-    return Packed(halve_blocks(blocks), group_scales(scales))
+    return pack_stored(*stored(*shape, seed=seed))
+
+
+def pack_stored(blocks: Tensor, scales: Tensor) -> Packed:
+    return pack(arrange_numbers(blocks), arrange_scales(scales), 32 * scales.shape[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unpacked_numbers_are_those_of_transformers(dtype: torch.dtype) -> None:
-    blocks, scales = stored(3, 6, 128)
-    found = unpack(Packed(halve_blocks(blocks), group_scales(scales)), dtype)
+    blocks, scales = stored(3, 64, 160)
+    found = unpack(pack_stored(blocks, scales), dtype)
     assert torch.equal(found, convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2))
 
 
 def test_every_number_and_the_least_and_largest_scales() -> None:
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(4, 16, 16)
-    scales = torch.tensor([0, 1, 127, 254], dtype=torch.uint8)[:, None].expand(4, 16)
-    found = unpack(Packed(halve_blocks(blocks), group_scales(scales)), torch.float64)
-    values = found.view(4, 256, 2)
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(32, 16, 16)
+    scales = torch.tensor([0, 1, 127, 254], dtype=torch.uint8).repeat(8)[:, None].expand(32, 16)
+    found = unpack(pack_stored(blocks, scales), torch.float64)
+    values = found.view(32, 256, 2)
     assert values[2, 0x7F].tolist() == [-6.0, 6.0]
     assert values[2, 0x1A].tolist() == [-1.0, 0.5]
     assert torch.equal(values[0], values[2] * 2.0**-127)
@@ -78,18 +80,26 @@ def test_packed_experts_equal_unpacked_ones(num_rows: int, num_experts: int, num
 
 
 @pytest.mark.triton
-def test_a_width_with_half_a_block_uses_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[int] = []
-
-    def watched(*given: Tensor) -> Tensor:
-        called.append(len(given))
-        return given[0][None]
-
-    monkeypatch.setattr(module, "experts_ref", watched)
-    hidden = normal(2, 96, dtype=DTYPE)
-    chosen, scores = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE), normal(2, 1, dtype=DTYPE)
-    experts(hidden, packed(1, 128, 96), packed(1, 96, 64), chosen, scores)
-    assert called == [7]
+@pytest.mark.parametrize(("scale", "is_small"), [(0, True), (LARGEST_SCALE, True), (LARGEST_SCALE + 1, False)])
+def test_products_at_the_least_and_at_large_scales(scale: int, is_small: bool) -> None:
+    """One number of each row is not zero, so a product is one number times one hidden state."""
+    width, count = 96, 32
+    blocks = torch.zeros(1, count, width // 32, 16, dtype=torch.uint8)
+    numbers = torch.arange(count) % 16
+    column = 37 * torch.arange(count) % width
+    byte = numbers << 4 * (column % 2)
+    blocks.view(count, -1)[torch.arange(count), column // 2] = byte.to(torch.uint8)
+    down = pack_stored(blocks.to(DEVICE), torch.full((1, count, width // 32), scale, dtype=torch.uint8, device=DEVICE))
+    assert down.has_small_scales is is_small
+    plain = unpack(down, torch.float64)[0]
+    values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=torch.float64, device=DEVICE)
+    assert torch.equal(plain.sum(1), values[numbers.to(DEVICE)] * 2.0 ** (scale - 127))
+    gate_up = packed(1, 2 * width, count)
+    hidden = normal(3, count, dtype=DTYPE)
+    chosen, scores = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE), torch.ones(3, 1, dtype=DTYPE, device=DEVICE)
+    found = experts(hidden, gate_up, down, chosen, scores)[0]
+    both = (hidden.double() @ unpack(gate_up, torch.float64)[0].T).to(DTYPE)
+    assert_rows_close(found, (gate_ref(both, SILU).double() @ plain.T), DTYPE)
 
 
 @pytest.mark.triton

@@ -14,7 +14,7 @@ from dflash_kernels.activation import SILU, Gate, gate_ref
 from dflash_kernels.experts import Weight
 from dflash_kernels.fp8_experts import fp8_experts_ref
 from dflash_kernels.fp8_weight import Fp8Weight
-from dflash_kernels.mxfp4 import Packed, unpack
+from dflash_kernels.mxfp4 import Packed, pack, unpack
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.models.weights import Weights, find_matrix
@@ -52,7 +52,8 @@ class Experts:
         if config.num_shared:
             router = torch.cat((router, weights[f"{name}.shared_expert_gate.weight"]))
         names = [f"{name}.experts.{part}_proj" for part in ("gate_up", "down")]
-        gate_up, down = (_read_weight(weights, each) for each in names)
+        gate_up = _read_weight(weights, names[0], router.shape[1])
+        down = _read_weight(weights, names[1], gate_up.shape[1] // 2)
         first, second = (weights.get(f"{each}.bias") for each in names)
         return cls(
             router,
@@ -134,10 +135,10 @@ class Experts:
         return self.kernels.experts(hidden, self.gate_up, self.down, chosen, scores, self.gate, self.biases)
 
 
-def _read_weight(weights: Weights, name: str) -> Weight | Fp8Weight:
-    """Return the stacked weight of a layer's experts, packed if it has blocks."""
+def _read_weight(weights: Weights, name: str, width: int) -> Weight | Fp8Weight:
+    """Return the stacked weight of a layer's experts, of `width` columns, packed if it has blocks."""
     if f"{name}_blocks" in weights:
-        return Packed(weights[f"{name}_blocks"], weights[f"{name}_scales"])
+        return pack(weights[f"{name}_blocks"], weights[f"{name}_scales"], width)
     return find_matrix(weights, name)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kernels.mxfp4 import BLOCK, group_scales, halve_blocks
+from dflash_kernels.mxfp4 import BLOCK, arrange_numbers, arrange_scales
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.layout import SINKS
 from dflash_runtime.config import TargetConfig
@@ -49,8 +49,8 @@ class GptOssTarget(DecoderTarget):
         if ".experts.gate_up_proj" in name:
             tensor = torch.cat((tensor[:, ::2], tensor[:, 1::2]), dim=1)
         if name.endswith("_blocks"):
-            return torch.stack([halve_blocks(expert) for expert in tensor])
-        return group_scales(tensor) if name.endswith("_scales") else tensor.contiguous()
+            return torch.stack([arrange_numbers(expert) for expert in tensor])
+        return arrange_scales(tensor) if name.endswith("_scales") else tensor.contiguous()
 
     @classmethod
     def mixer_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:
