@@ -93,6 +93,7 @@ def candidates(chosen: Fp8Shape, num_rows: int, *, is_gated: bool) -> Iterator[F
     if num_rows <= 32:
         for columns, num_warps, num_stages in (
             (64, 4, 4), (128, 4, 4), (128, 8, 4), (64, 4, 8), (128, 4, 3), (128, 8, 6), (32, 4, 6), (64, 8, 6),
+            (64, 2, 4), (32, 2, 4), (128, 2, 3), (64, 2, 6),
         ):  # fmt: skip
             for num_parts in (chosen.num_parts,) if is_gated else (chosen.num_parts, 2 * chosen.num_parts):
                 yield replace(
