@@ -67,7 +67,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
             None,
         ),
     }
-    connection_errors = _connection_errors()
+    connection_errors, address_errors = _library_errors("HTTPError"), _library_errors("InvalidURL")
     try:
         yield
     except tuple(answers) as error:
@@ -81,7 +81,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         ) from error
     except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
         raise _refusal(repo, error) from error
-    except (NotFromAHub, JSONDecodeError, *MISREAD) as error:
+    except (NotFromAHub, JSONDecodeError, *MISREAD, *address_errors) as error:
         raise HubUnreachable(
             "the answer is not from a hub", id="not-a-hub", path=repo,
             hint="a network may ask for a login in a browser; otherwise check HF_ENDPOINT and the proxy",
@@ -124,10 +124,10 @@ def _refusal(repo: str, error: Exception) -> CheckpointNotFound:
     return CheckpointNotFound(f"the hub answered: {answer}", id="hub-refused", path=repo, found=status, hint=hint)
 
 
-def _connection_errors() -> tuple[type[Exception], ...]:
-    """The errors of the HTTP library that huggingface_hub has imported: httpx, or httpx2."""
+def _library_errors(kind: str) -> tuple[type[Exception], ...]:
+    """A kind of error of the HTTP library that huggingface_hub has imported: httpx, or httpx2."""
     libraries: list[Any] = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
-    return tuple(library.HTTPError for library in libraries)
+    return tuple(getattr(library, kind) for library in libraries)
 
 
 def download_snapshot(

@@ -3,7 +3,7 @@
 from dflash_cli.rules.themes.target_identity import TOKENIZER_FILE, read_json, special_tokens
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.json_values import as_object, is_int
+from dflash_runtime.json_values import as_index, as_object, is_int
 
 MAX_SPECIALS = 16
 
@@ -25,7 +25,7 @@ def find_specials(target: TargetSource) -> dict[int, str]:
 
 def _added_tokens(checkpoint: Checkpoint) -> dict[int, str]:
     """Id -> text of special tokens, from tokenizer_config.json or else from tokenizer.json."""
-    stated = {int(key): text for key, text in special_tokens(checkpoint).items() if key.isdigit()}
+    stated = {token: text for key, text in special_tokens(checkpoint).items() if (token := as_index(key)) is not None}
     listed = read_json(checkpoint, TOKENIZER_FILE).get("added_tokens") if not stated else None
     entries = [as_object(entry) for entry in listed] if isinstance(listed, list) else []
     found = stated or {entry["id"]: entry.get("content") for entry in entries if is_int(entry.get("id"))}

@@ -186,7 +186,7 @@ def _modelopt(settings: Mapping[str, Any], subject: Subject) -> Method | None:
 
 def _modelopt_name(listed: str, depth: int) -> str:
     """A name or wildcard of a draft's module as vLLM rewrites it. Source: models/utils.py map_draft_quant_config."""
-    moved = re.sub(r"^((?:model\.)?\*?layers\.)(\d+)(?=\.|\*|$)", lambda at: f"{at[1]}{int(at[2]) + depth}", listed)
+    moved = re.sub(r"^((?:model\.)?\*?layers\.)(\d{1,9})(?=\.|\*|$)", lambda at: f"{at[1]}{int(at[2]) + depth}", listed)
     return moved if re.match(r"\*|model(?:\.|\*|$)", moved) else f"model.{moved}"
 
 

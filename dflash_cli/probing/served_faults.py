@@ -39,7 +39,7 @@ def known_faults(draft: str | None, target: str | None, server: "InferenceServer
 def _name(engine: str, release: str | None) -> str:
     """`vllm@0.33` for `0.33.0+cu130`. Without a rule about that release, the name alone: the newest known release."""
     known = next((item for item in all_engines() if item.name == engine), None)
-    found = re.match(r"\d+(?:\.\d+)*", release or "")
+    found = re.match(r"\d{1,9}(?:\.\d{1,9})*", release or "")
     numbers = tuple(map(int, found[0].split("."))) if found else ()
     releases = known.releases if known is not None else ()
     matching = [item for item in releases if item and numbers[: len(item)] == item]

@@ -34,6 +34,11 @@ def as_object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def as_index(text: str) -> int | None:
+    """The number that a key or a part of a name writes in at most 9 digits, or None. Python refuses thousands."""
+    return int(text) if len(text) <= 9 and text.isascii() and text.isdigit() else None
+
+
 def finite(value: Any) -> Any:
     """A JSON value in which text replaces NaN and Infinity, so that a document can hold it."""
     if isinstance(value, dict):

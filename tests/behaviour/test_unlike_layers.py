@@ -275,6 +275,7 @@ def test_parts_that_no_native_family_computes_are_named(changes: dict[str, Any],
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
         ({"global_head_dim": "wide"}, "global_head_dim"),
         ({"per_layer_config": {"00": {"head_dim": 16}}}, "per_layer_config"),
+        ({"per_layer_config": {"1" * 5000: {"head_dim": 16}}}, "per_layer_config"),
     ],
 )
 def test_a_wrong_key_of_gemma4_is_named(changes: dict[str, Any], field: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dflash_runtime.errors import MISSING, RequestError, UsageError
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.generation.datasets"
-SPELLING = re.compile(r"^(?P<name>[\w.-]+)(/(?P<subset>[\w.-]+))?(=(?P<place>.+?))?(:(?P<count>\d+))?$")
+SPELLING = re.compile(r"^(?P<name>[\w.-]+)(/(?P<subset>[\w.-]+))?(=(?P<place>.+?))?(:(?P<count>\d{1,9}))?$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,7 @@ class Server:
 
 def release_of(version: str | None, fallback: Release) -> Release:
     """The release `(0, 33)` of `v0.33.0+cu130`, or `fallback` without a version."""
-    found = re.search(r"\d+(?:\.\d+)+", version or "")
+    found = re.search(r"\d{1,9}(?:\.\d{1,9})+", version or "")
     if found is None:
         return fallback
     numbers = tuple(map(int, found[0].split(".")))

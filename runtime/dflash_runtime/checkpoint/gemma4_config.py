@@ -17,7 +17,7 @@ from dflash_runtime.checkpoint.layer_kinds import FULL, SLIDING
 from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.config import ExpertsConfig, GemmaConfig, TargetConfig
 from dflash_runtime.errors import MISSING, InvalidConfig
-from dflash_runtime.json_values import as_object, is_int
+from dflash_runtime.json_values import as_index, as_object, is_int
 
 GEMMA4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 """Model types of Gemma 4: the text part alone, and the multimodal models."""
@@ -101,7 +101,7 @@ def _full_heads(
     """Return KV heads and head size of full layers, in either spelling."""
     usual, stated = (body["num_kv_heads"], body["head_dim"]), as_object(text.get("per_layer_config"))
     if stated:
-        changes = {int(layer): as_object(item) for layer, item in stated.items() if str(layer).isdigit()}
+        changes = {layer: as_object(item) for key, item in stated.items() if (layer := as_index(key)) is not None}
         if len(changes) != len(stated) or changes.keys() != set(full):
             raise InvalidConfig("per_layer_config", sorted(stated), "the number of every full layer", path=path)
         shapes = {

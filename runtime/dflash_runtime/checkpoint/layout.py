@@ -30,8 +30,8 @@ NOT_OWNED = re.compile(r"^(t2d|d2t|embed_tokens\.weight|lm_head\.weight|verifier
 TARGET_LEFTOVERS = re.compile(r"^(lm_head\.weight|.*rotary_emb\.inv_freq)$")
 """Tensors in a target's file that readers may skip: a head tied to the embedding, and buffers."""
 
-EXTRA_LAYER = re.compile(r"(.*\.)?(layers\.\d+)\.")
-EXTRA_SIGN = re.compile(r"(.*\.)?(layers\.\d+)\.(eh_proj|enorm|hnorm)\.weight$")
+EXTRA_LAYER = re.compile(r"(.*\.)?(layers\.\d{1,9})\.")
+EXTRA_SIGN = re.compile(r"(.*\.)?(layers\.\d{1,9})\.(eh_proj|enorm|hnorm)\.weight$")
 """A tensor that only a layer for further tokens has: its norms, or the product that joins its two inputs."""
 
 EXTRA_PART = re.compile(r"(model\.)?(mtp|mtp_layers)\.")
@@ -225,7 +225,7 @@ def compare_tensors(expected: Shapes, found: Shapes) -> tuple[list[str], list[st
 
 def layer_indices(names: Iterable[str]) -> list[int]:
     """Return the layer numbers in tensor names, in ascending order."""
-    return sorted({int(match[1]) for name in names if (match := re.match(r"layers\.(\d+)\.", name))})
+    return sorted({int(match[1]) for name in names if (match := re.match(r"layers\.(\d{1,9})\.", name))})
 
 
 def _parts(config: DraftConfig, name: str, shape: Shape, path: object) -> list[tuple[str, tuple[int, int] | None]]:

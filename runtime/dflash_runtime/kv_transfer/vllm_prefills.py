@@ -49,7 +49,7 @@ TENSOR = "kv_cache"
 HASHES = {32: "md5", 64: "sha256"}
 """Hash by the length of a folder's name. vLLM uses sha256 on machines where FIPS forbids md5."""
 
-LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 
 NUM_THREADS = 4
 

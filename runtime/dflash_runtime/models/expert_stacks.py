@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 Matrix = Tensor | Fp8Weight
 M = TypeVar("M", Tensor, Matrix)
 
-_TENSOR = re.compile(r"(.*)\.(?:experts\.(?:(\d+)\.)?|(shared_expert)\.)(gate_up|gate|up|down)_proj(?:\.weight)?")
+_TENSOR = re.compile(r"(.*)\.(?:experts\.(?:(\d{1,9})\.)?|(shared_expert)\.)(gate_up|gate|up|down)_proj(?:\.weight)?")
 """Owner, number of a single expert, whether the expert is shared, part."""
 
 

@@ -72,12 +72,21 @@ REFUSALS = {
     "acme/login-page": "not-a-hub",
     "acme/listing": "not-a-hub",
     "acme/nothing-said": "not-a-hub",
+    "acme/moved-nowhere": "not-a-hub",
     "acme/bad-request": "hub-refused",
     "acme/proxy": "hub-refused",
     "acme--x/draft": "not-a-reference",
     "no such thing": "not-a-reference",
 }
-FOR_HEADERS = ("acme/gated", "acme/absent", "acme--x/draft", "no such thing", "acme/login-page", "acme/not-here")
+FOR_HEADERS = (
+    "acme/gated",
+    "acme/absent",
+    "acme--x/draft",
+    "no such thing",
+    "acme/login-page",
+    "acme/not-here",
+    "acme/moved-nowhere",
+)
 FOR_DOWNLOADS = ("acme/gated", "acme/draft@v9", "acme/broken", "acme/login-page", "acme/listing", "acme/proxy")
 
 
