@@ -2,14 +2,16 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash_cli.checkpoints.hub import explained
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_hub_id, tiny_directory
-from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_runtime.errors import CheckpointNotFound, HubUnreachable, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
 from dflash_testing.refusals import refuses
@@ -72,21 +74,12 @@ REFUSALS = {
     "acme/login-page": "not-a-hub",
     "acme/listing": "not-a-hub",
     "acme/nothing-said": "not-a-hub",
-    "acme/moved-nowhere": "not-a-hub",
     "acme/bad-request": "hub-refused",
     "acme/proxy": "hub-refused",
     "acme--x/draft": "not-a-reference",
     "no such thing": "not-a-reference",
 }
-FOR_HEADERS = (
-    "acme/gated",
-    "acme/absent",
-    "acme--x/draft",
-    "no such thing",
-    "acme/login-page",
-    "acme/not-here",
-    "acme/moved-nowhere",
-)
+FOR_HEADERS = ("acme/gated", "acme/absent", "acme--x/draft", "no such thing", "acme/login-page", "acme/not-here")
 FOR_DOWNLOADS = ("acme/gated", "acme/draft@v9", "acme/broken", "acme/login-page", "acme/listing", "acme/proxy")
 
 
@@ -107,6 +100,18 @@ def test_each_refusal_has_its_id(reference: str, id: str, how: tuple[str, ...], 
     assert (found["code"], found["id"], found["path"]) == (4, id, reference.partition("@")[0])
     assert ("again" in found["hint"]) == ("broken" in reference)
     assert ("HTTPS_PROXY" in found["hint"]) == ("proxy" in reference)
+
+
+@pytest.mark.parametrize("kind", ["HTTPError", "InvalidURL"])
+def test_errors_of_the_http_library_are_refusals(kind: str) -> None:
+    """The library raises `InvalidURL`, which is no `HTTPError`, for a redirect to `mailto:` or to 70,000 characters."""
+    import huggingface_hub.errors
+
+    assert huggingface_hub.errors
+    library = next(sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules)
+    with pytest.raises(HubUnreachable) as refused, explained("acme/draft"):
+        raise getattr(library, kind)("no address")
+    assert refused.value.id == {"HTTPError": "hub-unreachable", "InvalidURL": "not-a-hub"}[kind]
 
 
 def test_an_answer_in_two_lines_is_printed_whole(environment: dict[str, str]) -> None:

@@ -26,7 +26,6 @@ GONE = {
     "acme/login-page": (200, ""),
     "acme/bad-request": (400, ""),
     "acme/proxy": (407, ""),
-    "acme/moved-nowhere": (302, ""),
 }
 """Repositories that are refused whole."""
 
@@ -83,8 +82,6 @@ class Handler(BaseHTTPRequestHandler):
         for gone, (status, code) in GONE.items():
             if gone in self.path:
                 headers = {"Content-Type": "text/html"} | ({"X-Error-Code": code} if code else {})
-                if status == 302:
-                    headers["Location"] = "mailto:nobody"
                 self._send(status, b"<html>log in</html>", headers, with_body=with_body)
                 return
         for odd, body in ODD.items():
