@@ -66,7 +66,7 @@ def fp8_product_shape(
     if num_rows > 2 * MIN_DOT:
         columns, num_warps = 64, 8 if rows == 128 else 4
     else:
-        columns, num_warps = 64 if is_gated else 128, 4
+        columns, num_warps = 128, 8 if is_gated else 4
     num_tiles = ceil_div(num_columns, columns) * ceil_div(num_rows, rows)
     num_parts = _num_parts(num_tiles, depth, inner, device) if has_parts else 1
     stage_bytes = (columns * (2 if is_gated else 1) + rows * itemsize) * inner
@@ -76,9 +76,9 @@ def fp8_product_shape(
 
 
 def _num_parts(num_tiles: int, depth: int, inner: int, device: torch.device) -> int:
-    """Return the number of parts of the inner sum with which the programs nearly fill the device."""
+    """Return the number of parts of the inner sum with which two programs run on nearly every multiprocessor."""
     num_parts = 1
-    while 10 * num_tiles * num_parts < 9 * num_multiprocessors(device):
+    while 5 * num_tiles * num_parts < 9 * num_multiprocessors(device):
         if num_parts == MAX_PARTS or depth < 4 * inner * num_parts:
             break
         num_parts *= 2
