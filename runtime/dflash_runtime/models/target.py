@@ -10,7 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,16 +35,19 @@ from dflash_runtime.models.hosted_quantization import quantised_bytes
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.own_cache import load_own_cache
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.split_ends import SplitEmbedding
+from dflash_runtime.models.target_shares import OPTION, Cut, cut_info, cut_tensors, share_config
 from dflash_runtime.models.text_part import text_tensors
 from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes, native_bytes
 from dflash_runtime.registry import Registry
+from dflash_runtime.tensor_parallel.ranks import ALONE, Ranks
 
 
 class TargetEnds(Protocol):
     """The parts of a target that a draft uses."""
 
     @property
-    def embedding(self) -> Tensor:
+    def embedding(self) -> "Tensor | SplitEmbedding":
         """[V, hidden]."""
         ...
 
@@ -159,10 +162,11 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
     found, config = find_target_runtime(source, runtime)
     if found != "native":
         return try_target(source, placement, found)
-    family = target_families()[config.model_type]
+    family, ranks = target_families()[config.model_type], placement.ranks
     arrange = getattr(family, "arrange", None)
-    weights = load_weights(source.checkpoint, target_shapes(source), placement, arrange=arrange)
-    return family(config, weights, placement)
+    cuts = target_cuts(source, ranks)
+    weights = load_weights(source.checkpoint, target_shapes(source), placement, arrange=arrange, cuts=cuts)
+    return family(share_config(config, ranks.size), weights, placement)
 
 
 def try_target(source: TargetSource, placement: Placement, runtime: TargetRuntime) -> Target:
@@ -180,8 +184,30 @@ def try_target(source: TargetSource, placement: Placement, runtime: TargetRuntim
         return load_own_cache(source, config, placement)
 
 
-def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntime) -> int:
-    """Return the bytes of a target's weights after loading, from the headers."""
+def target_cuts(source: TargetSource, ranks: Ranks) -> dict[str, Cut]:
+    """Return this rank's part of each tensor of a native target of which it loads a part only.
+
+    Raises:
+        UnsupportedError: the ranks do not divide the target; see `share_config`. Or the family does not run on several
+            ranks.
+    """
+    if ranks.size == 1:
+        return {}
+    config = _native_config(source)
+    family: Any = target_families()[config.model_type]
+    if not hasattr(family, "joined_parts"):
+        raise UnsupportedError(
+            id="family-on-one-rank", path=source.checkpoint.config_path, field="model_type", found=config.model_type,
+            expected="a family that runs on several GPUs", hint=f"leave out {OPTION}",
+        )  # fmt: skip
+    whole, stored = target_shapes(source), source.checkpoint.tensors
+    own = with_fused_experts(family.expected_shapes(share_config(config, ranks.size)), stored)
+    parts = {name: found for name in whole if (found := family.joined_parts(config, name)) is not None}
+    return cut_tensors(whole, own, ranks, parts)
+
+
+def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntime, ranks: Ranks = ALONE) -> int:
+    """Return the bytes of a target's weights after loading, from the headers. Of several ranks, of this one."""
     tensors = source.checkpoint.tensors
     if runtime != "native":
         quantization, tensors = read_quantization(source), text_tensors(tensors.values())
@@ -190,7 +216,8 @@ def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntim
             if quantization is None
             else quantised_bytes(quantization, tensors, dtype)
         )
-    return native_bytes((tensors[name] for name in target_shapes(source)), dtype)
+    cuts = target_cuts(source, ranks)
+    return native_bytes((cut_info(tensors[name], cuts.get(name)) for name in target_shapes(source)), dtype)
 
 
 def target_shapes(source: TargetSource) -> Shapes:
