@@ -8,7 +8,7 @@ Axis letters: T flat rows, F feature width (taps x hidden), V vocabulary.
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -200,8 +200,17 @@ def target_cuts(source: TargetSource, ranks: Ranks) -> dict[str, Cut]:
             id="family-on-one-rank", path=source.checkpoint.config_path, field="model_type", found=config.model_type,
             expected="a family that runs on several GPUs", hint=f"leave out {OPTION}",
         )  # fmt: skip
-    whole, stored = target_shapes(source), source.checkpoint.tensors
-    own = with_fused_experts(family.expected_shapes(share_config(config, ranks.size)), stored)
+    return family_cuts(family, config, ranks, source.checkpoint.tensors)
+
+
+def family_cuts(family: Any, config: TargetConfig, ranks: Ranks, stored: Iterable[str] = ()) -> dict[str, Cut]:
+    """Return this rank's part of each tensor of a target of which it has a part only.
+
+    `config` is the whole target's. `stored` are the names of the checkpoint's tensors, which may have fused experts.
+    """
+    whole, own = (
+        with_fused_experts(family.expected_shapes(item), stored) for item in (config, share_config(config, ranks.size))
+    )
     parts = {name: found for name in whole if (found := family.joined_parts(config, name)) is not None}
     return cut_tensors(whole, own, ranks, parts)
 

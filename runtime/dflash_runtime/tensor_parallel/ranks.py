@@ -65,19 +65,19 @@ class Ranks:
     ) -> None:
         self.rank, self.size = rank, size
         self.explain = explain
-        self._device, self._host = device, host
+        self.on_device, self._host = device, host
 
     def total(self, parts: Tensor) -> Tensor:
         """Parts [P, T, D] of this rank -> parts whose sum is the sum over all ranks."""
-        if self._device is None:
+        if self.on_device is None:
             return parts
-        return self._device.sum(parts.contiguous())
+        return self.on_device.sum(parts.contiguous())
 
     def gather(self, columns: Tensor) -> Tensor:
         """Columns [T, W] of this rank -> the columns of all ranks side by side, [T, N * W]."""
-        if self._device is None:
+        if self.on_device is None:
             return columns
-        return self._device.gather(columns.contiguous()).movedim(0, 1).reshape(len(columns), -1)
+        return self.on_device.gather(columns.contiguous()).movedim(0, 1).reshape(len(columns), -1)
 
     def least(self, value: int) -> int:
         """Return the least value of all ranks."""
