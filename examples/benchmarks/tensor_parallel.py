@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from dflash_runtime.errors import DFlashError, PeerUnreachable
 from dflash_runtime.tensor_parallel.exchanges import NcclExchange, connect_store, join, open_store
 from dflash_runtime.tensor_parallel.ranks import Ranks
 from timing.engine_arms import Cell, measure_steps
@@ -151,7 +152,7 @@ def lead(given: argparse.Namespace) -> int:
     others = start_others(given, store.port)
     try:
         with Recorder(given.out, device) as recorder:
-            ranks = join(0, given.ranks, device, store, "auto")
+            ranks = join(0, given.ranks, device, store, "auto", lambda _: _ended(others))
             recorder.guard({"arm": "one GPU"}, partial(_run_whole, given, device, recorder))
             release()
             ranks.least(1)
@@ -165,6 +166,11 @@ def lead(given: argparse.Namespace) -> int:
         for other in others:
             other.kill()
             other.wait()
+
+
+def _ended(others: list[subprocess.Popen[bytes]]) -> DFlashError | None:
+    """An error if a process has ended."""
+    return PeerUnreachable("another rank has ended") if any(item.poll() is not None for item in others) else None
 
 
 def _run_whole(given: argparse.Namespace, device: torch.device, recorder: Recorder) -> None:

@@ -25,6 +25,9 @@ dist: Any = torch.distributed  # its type stubs are incomplete
 
 LOCAL_HOST = "127.0.0.1"
 
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""Settings of NCCL and of torch: some machines report multicast over NVLink and hang or fail when it is used."""
+
 ONE_SHOT_BYTES = 2 * 2**20
 """The largest message of a one-shot sum between two GPUs. Each GPU reads a message from every other GPU."""
 
@@ -81,10 +84,13 @@ class NcclExchange:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """See `Exchange`."""
-        if self.one_shot is not None and self.one_shot.takes(tensor):
-            return self.one_shot(tensor)
-        if len(tensor) > 1 and tensor.dim() == 3:
+        one_shot = self.one_shot
+        if one_shot is not None and one_shot.takes(tensor):
+            return one_shot(tensor)
+        if len(tensor) > 1:
             tensor = tensor.sum(0, keepdim=True)  # one part is a smaller message than several
+            if one_shot is not None and one_shot.takes(tensor):
+                return one_shot(tensor)
         dist.all_reduce(tensor)
         return tensor
 
@@ -145,7 +151,8 @@ def join(
             id="process-group-in-use", field="tensor_parallel_size", found=size,
             hint="call torch.distributed.destroy_process_group() before the pair is loaded",
         )  # fmt: skip
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast over NVLink is not available on every machine
+    for name, value in WITHOUT_MULTICAST.items():
+        os.environ.setdefault(name, value)
     torch.cuda.set_device(device)
     limit, own_store = timedelta(seconds=LIMIT_S), dist.PrefixStore("device", store)
     dist.init_process_group("nccl", store=own_store, rank=rank, world_size=size, timeout=limit, device_id=device)

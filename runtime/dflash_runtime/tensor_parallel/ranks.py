@@ -39,7 +39,10 @@ class Exchange(Protocol):
     """Moves tensors between the ranks on one kind of device."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over all ranks, with equal bits on all ranks. May overwrite its contiguous argument."""
+        """Parts [P, ...] -> [1, ...] or as many parts, whose sum is the sum over all ranks, with equal bits on each.
+
+        May overwrite its contiguous argument.
+        """
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
