@@ -103,6 +103,8 @@ class LLM:
             raise
         if self._others is not None:
             self.engine.agree_on_stop = self._others.stop
+            free = weakref.WeakMethod(self.engine.runner.drop_graphs)
+            self._others.on_close.append(lambda: (method := free()) and method())
 
     def _open(self, pair: LoadedPair) -> None:
         """Build the engine of a pair."""

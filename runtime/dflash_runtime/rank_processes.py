@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -32,8 +32,8 @@ from dflash_runtime.rank_messages import (
     from_line,
     to_line,
 )
-from dflash_runtime.tensor_parallel.exchanges import join, open_store
-from dflash_runtime.tensor_parallel.ranks import ENDED, Ranks
+from dflash_runtime.tensor_parallel.exchanges import join, leave, open_store
+from dflash_runtime.tensor_parallel.ranks import ENDED, Ranks, current_event
 
 MODULE = "dflash_runtime.rank_main"
 
@@ -46,6 +46,9 @@ START_S = 600.0
 FIRST_S = 1.0
 """Seconds that a process which ended without a reason waits for the reason of another one."""
 
+SETTLE_S = 10.0
+"""Seconds that queued steps may take before the processes end anyway."""
+
 STUCK_S = 20.0
 """Seconds after which this process ends if it does not notice that another rank has ended: its GPU waits for ever."""
 
@@ -56,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 class RankProcesses:
     """The processes of all ranks but this one, which is rank 0. `ranks` is the group that all have joined.
+
+    `on_close` gets functions that free captured steps, which must not outlive the group.
 
     Raises:
         UnsupportedError, UsageError: see `check_split`.
@@ -69,7 +74,8 @@ class RankProcesses:
         self._loss: DFlashError | None = None
         self._is_lost, self._is_closing = threading.Event(), False
         self._watch: threading.Timer | None = None
-        device, store = device_of(config.device, 0, size), open_store()
+        self.on_close: list[Callable[[], object]] = []
+        self._device, store = device_of(config.device, 0, size), open_store()
         spec = RankSpec(
             rank=1, port=store.port, target=str(target.checkpoint.path.resolve()), draft=_draft_spec(draft),
             config=self.config, num_threads=max(1, torch.get_num_threads() // size),
@@ -77,7 +83,7 @@ class RankProcesses:
         self._others = [_RankProcess(self, replace(spec, rank=rank)) for rank in range(1, size)]
         try:
             self._hear_all(Joining)
-            self.ranks: Ranks = join(0, size, device, store, config.all_reduce, self._explain)
+            self.ranks: Ranks = join(0, size, self._device, store, config.all_reduce, self._explain)
         except BaseException:
             self.close()
             raise
@@ -108,14 +114,28 @@ class RankProcesses:
         self._hear_all(Stopping)
 
     def close(self) -> None:
-        """End the processes. They have no work to finish."""
+        """End the processes, after the steps that this GPU has queued: it would wait for the others for ever."""
+        is_settled = self._is_settled()
         self._is_closing = True
-        if self._watch is not None:
-            self._watch.cancel()
         for item in self._others:
             item.end()
         for item in self._others:
             item.join()
+        for free in self.on_close if is_settled else ():
+            free()
+        leave(self._device)
+        if self._watch is not None and (is_settled or self._is_settled()):
+            self._watch.cancel()
+
+    def _is_settled(self) -> bool:
+        """Whether this rank's device has ended its work, or ends it soon."""
+        if self._device.type == "cpu":
+            return True
+        try:
+            Ranks(0, len(self._others) + 1, explain=self._explain).wait(current_event(self._device), SETTLE_S)
+        except DFlashError:
+            return False
+        return True
 
     def lose(self, reason: DFlashError) -> None:
         """Note that a rank has ended, and end the others, which would wait for it."""

@@ -172,7 +172,7 @@ def load_pair(
 
 
 def _weight_bytes(
-    target: TargetSource, draft: DraftLike | None, dtype: torch.dtype, runtime: TargetRuntime, ranks: Ranks
+    target: TargetSource, draft: DraftLike | None, dtype: torch.dtype, runtime: TargetRuntime, ranks: Ranks = ALONE
 ) -> WeightBytes:
     """Bytes of the weights to load, from the headers. Refuses malformed headers before a target is loaded.
 

@@ -118,6 +118,10 @@ class Runner:
                 self.target, self._taps, self.kernels, self.target_kv, self.limits.max_rows, is_shared=is_shared
             )
 
+    def drop_graphs(self) -> None:
+        """Free the captured steps. Later steps run uncaptured."""
+        self.graphs = self.pieces = None
+
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingForward | None:
         """Queue one step on the pair's device, even if another device is current. None if there is nothing to run."""

@@ -4,7 +4,7 @@ Axis letters: T flat rows, F feature width.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -36,13 +36,14 @@ class DecoderTarget:
         self.config = config
         prefix = self.prefix(config)
         rows, ranks = weights[f"{prefix}embed_tokens.weight"], placement.ranks
-        self.embedding: Tensor | SplitEmbedding = rows
+        self.embedding = rows
         head = rows if config.tie_word_embeddings else find_matrix(weights, "lm_head")
         if ranks.size > 1:
-            self.embedding = SplitEmbedding(rows, config.vocab_size, ranks)
+            split = SplitEmbedding(rows, config.vocab_size, ranks)
+            self.embedding = cast(Tensor, split)
             assert isinstance(head, Tensor), "a head is never in FP8"
             is_tied = config.tie_word_embeddings
-            head = self.embedding.own_rows if is_tied else padded_rows(head, config.vocab_size, ranks)
+            head = split.own_rows if is_tied else padded_rows(head, config.vocab_size, ranks)
         self.head = self.make_head(Linear(head, kernels=placement.kernels), config)
         if ranks.size > 1:
             self.head = SplitHead.around(self.head, config.vocab_size, ranks)

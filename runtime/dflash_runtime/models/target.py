@@ -35,7 +35,6 @@ from dflash_runtime.models.hosted_quantization import quantised_bytes
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.own_cache import load_own_cache
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.split_ends import SplitEmbedding
 from dflash_runtime.models.target_shares import OPTION, Cut, cut_info, cut_tensors, share_config
 from dflash_runtime.models.text_part import text_tensors
 from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes, native_bytes
@@ -47,8 +46,8 @@ class TargetEnds(Protocol):
     """The parts of a target that a draft uses."""
 
     @property
-    def embedding(self) -> "Tensor | SplitEmbedding":
-        """[V, hidden]."""
+    def embedding(self) -> Tensor:
+        """[V, hidden]. Of a target on several ranks, a `SplitEmbedding`, which only looks up rows."""
         ...
 
     @property

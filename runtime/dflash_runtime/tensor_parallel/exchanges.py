@@ -11,6 +11,7 @@ import math
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -151,8 +152,7 @@ def join(
             id="process-group-in-use", field="tensor_parallel_size", found=size,
             hint="call torch.distributed.destroy_process_group() before the pair is loaded",
         )  # fmt: skip
-    for name, value in WITHOUT_MULTICAST.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(WITHOUT_MULTICAST)
     torch.cuda.set_device(device)
     limit, own_store = timedelta(seconds=LIMIT_S), dist.PrefixStore("device", store)
     dist.init_process_group("nccl", store=own_store, rank=rank, world_size=size, timeout=limit, device_id=device)
@@ -195,6 +195,14 @@ def _agrees(one_shot: OneShotSum, ranks: Ranks, device: torch.device, dtype: tor
         has_equal_bits &= bool((every.view(ranks.size, count) == found.view(1, count)).all())
         largest_error = max(largest_error, float((found.float() - expected.float()).abs().max()))
     return has_equal_bits and largest_error <= math.sqrt(ranks.size) * 16 * torch.finfo(dtype).eps
+
+
+def leave(device: torch.device) -> None:
+    """Leave the group of GPUs that `join` made. Sums that other ranks will never finish end."""
+    if device.type == "cuda" and dist.is_initialized():
+        with suppress(Exception):  # torch raises errors of many kinds after a rank was lost
+            dist.group.WORLD._get_backend(device).abort()
+            dist.destroy_process_group()
 
 
 def open_store() -> Any:

@@ -104,7 +104,7 @@ class Ranks:
         found = self._exchanged(torch.frombuffer(bytearray(digest), dtype=torch.int64))
         return bool((found == found[0]).all())
 
-    def wait(self, event: "torch.cuda.Event | None") -> None:
+    def wait(self, event: "torch.cuda.Event | None", limit_s: float = LIMIT_S) -> None:
         """Wait for work on the device that may need the other ranks.
 
         Raises:
@@ -115,7 +115,7 @@ class Ranks:
         if self.size == 1:
             event.synchronize()
             return
-        until, look = time.monotonic() + LIMIT_S, time.monotonic() + LOOK_S
+        until, look = time.monotonic() + limit_s, time.monotonic() + LOOK_S
         while not event.query():
             now = time.monotonic()
             if now < look:
@@ -124,7 +124,7 @@ class Ranks:
             if (reason := self.explain(0)) is not None:
                 raise reason
             if now > until:
-                raise PeerUnreachable(f"a step did not end within {LIMIT_S:g} s", id="ranks-stand-still")
+                raise PeerUnreachable(f"a step did not end within {limit_s:g} s", id="ranks-stand-still")
 
     def _gather_host(self, values: list[int]) -> Tensor:
         return self._exchanged(torch.tensor(values, dtype=torch.int64))
@@ -137,6 +137,14 @@ class Ranks:
         """
         assert self._host is not None
         return self._host.gather(tensor)
+
+
+def current_event(device: torch.device) -> "torch.cuda.Event":
+    """An event after all work that the current stream of a GPU has queued."""
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
 
 
 ALONE = Ranks()
