@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_runtime.config import DraftConfig, EngineConfig
+from dflash_runtime.device.memory import is_out_of_memory
 from dflash_runtime.documents import from_json, to_json
-from dflash_runtime.errors import DFlashError
+from dflash_runtime.errors import CapacityError, DFlashError
 from dflash_runtime.scheduling.request import SamplingParams
 
 
@@ -120,6 +121,9 @@ class RankFailure:
         if isinstance(error, DFlashError):
             return cls(error.message, error.hint, error.exit_code, error.id)
         text = str(error).strip().split("\n")[0]
+        if is_out_of_memory(error):
+            hint = "lower --concurrency or --max-batched-tokens, or use more GPUs"
+            return cls(f"out of memory: {text}", hint, CapacityError.exit_code, "out-of-memory")
         return cls(f"{type(error).__name__}: {text}", None, DFlashError.exit_code, "rank-failed")
 
     def to_error(self, rank: int) -> DFlashError:
@@ -138,10 +142,10 @@ KINDS: Mapping[str, type[Message]] = {
 
 def to_line(message: Message) -> str:
     """A message as a line of JSON."""
-    return json.dumps({"message": type(message).__name__, **to_json(message)}) + "\n"
+    return json.dumps({"kind": type(message).__name__, "content": to_json(message)}) + "\n"
 
 
 def from_line(line: str) -> Message:
     """The message of a line."""
     value: dict[str, Any] = json.loads(line)
-    return from_json(KINDS[value.pop("message")], value)
+    return from_json(KINDS[value["kind"]], value["content"])

@@ -72,7 +72,7 @@ class RankProcesses:
         size = config.tensor_parallel_size
         self.config = config if config.seed is not None else replace(config, seed=randbits(63))
         self._loss: DFlashError | None = None
-        self._is_lost, self._is_closing = threading.Event(), False
+        self._is_lost, self.is_closing = threading.Event(), False
         self._watch: threading.Timer | None = None
         self.on_close: list[Callable[[], object]] = []
         self._device, store = device_of(config.device, 0, size), open_store()
@@ -116,7 +116,7 @@ class RankProcesses:
     def close(self) -> None:
         """End the processes, after the steps that this GPU has queued: it would wait for the others for ever."""
         is_settled = self._is_settled()
-        self._is_closing = True
+        self.is_closing = True
         for item in self._others:
             item.end()
         for item in self._others:
@@ -139,7 +139,7 @@ class RankProcesses:
 
     def lose(self, reason: DFlashError) -> None:
         """Note that a rank has ended, and end the others, which would wait for it."""
-        if self._is_closing or self._is_lost.is_set():
+        if self.is_closing or self._is_lost.is_set():
             return
         self._loss = reason
         self._is_lost.set()
@@ -242,7 +242,7 @@ class _RankProcess:
             self._answers.put(answer)
         self._log.join(ENDING_S)
         self._answers.put(None)
-        if not self._owner.is_lost.wait(FIRST_S):
+        if not self._owner.is_closing and not self._owner.is_lost.wait(FIRST_S):
             reason = f"rank {self.rank} has ended: {self._last_words()}"
             self._owner.lose(PeerUnreachable(reason, id=ENDED))
 

@@ -48,9 +48,11 @@ class GlooExchange:
         PeerUnreachable: from every method, if another rank has ended or did not take part within the time limit.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, explain: Explain) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, explain: Explain = no_explanation, limit_s: float = LIMIT_S
+    ) -> None:
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=LIMIT_S)
+        options._timeout = timedelta(seconds=limit_s)
         # By default gloo looks up the host's name, which may not be reachable.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOCAL_HOST)]
         self._explain, self._size = explain, size
