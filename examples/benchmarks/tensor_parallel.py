@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from dflash_runtime.errors import DFlashError, PeerUnreachable
-from dflash_runtime.tensor_parallel.exchanges import NcclExchange, connect_store, join, open_store
-from dflash_runtime.tensor_parallel.ranks import Ranks
+from dflash_runtime.ranks.exchanges import NcclExchange, connect_store, join, open_store
+from dflash_runtime.ranks.rank_group import Ranks
 from timing.engine_arms import Cell, measure_steps
 from timing.pairs import BLOCK, SHAPES, RandomPair, build_pair, counts, open_device
 from timing.report import Recorder, release, say, table

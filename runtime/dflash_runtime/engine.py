@@ -27,11 +27,11 @@ from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.errors import CapacityError, DFlashError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
+from dflash_runtime.ranks.interruptions import deferred_interrupt
+from dflash_runtime.ranks.witness import Witness
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request, derive_seed
 from dflash_runtime.scheduling.scheduler import OutOfPages, Scheduler
-from dflash_runtime.tensor_parallel.interruptions import deferred_interrupt
-from dflash_runtime.tensor_parallel.witness import Witness
 from dflash_runtime.transfers import HandoffPlan, Transfers
 
 logger = logging.getLogger(__name__)

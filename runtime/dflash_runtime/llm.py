@@ -36,6 +36,7 @@ from dflash_runtime.models.target_shares import OPTION
 from dflash_runtime.notices import Notice
 from dflash_runtime.rank_messages import Message, RankRequest, Regrets, Run, Text, WarmUp
 from dflash_runtime.rank_processes import RankProcesses
+from dflash_runtime.ranks.rank_group import ALONE
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
@@ -43,7 +44,6 @@ from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingPa
 from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_runtime.scheduling.snapshots import SnapshotIndex
 from dflash_runtime.scheduling.width import AdaptiveWidth, WidthPolicy
-from dflash_runtime.tensor_parallel.ranks import ALONE
 from dflash_runtime.transfers import HandoffPlan
 from dflash_runtime.warm_up import warm_up
 

@@ -36,9 +36,9 @@ from dflash_runtime.rank_messages import (
     from_line,
     to_line,
 )
+from dflash_runtime.ranks.exchanges import connect_store, join
+from dflash_runtime.ranks.rank_group import ENDED
 from dflash_runtime.scheduling.request import Request
-from dflash_runtime.tensor_parallel.exchanges import connect_store, join
-from dflash_runtime.tensor_parallel.ranks import ENDED
 
 
 class Follower:

@@ -32,8 +32,8 @@ from dflash_runtime.rank_messages import (
     from_line,
     to_line,
 )
-from dflash_runtime.tensor_parallel.exchanges import join, leave, open_store
-from dflash_runtime.tensor_parallel.ranks import ENDED, Ranks, current_event
+from dflash_runtime.ranks.exchanges import join, leave, open_store
+from dflash_runtime.ranks.rank_group import ENDED, Ranks, current_event
 
 MODULE = "dflash_runtime.rank_main"
 
@@ -155,7 +155,7 @@ class RankProcesses:
         return self._is_lost
 
     def _explain(self, timeout_s: float) -> DFlashError | None:
-        """See `tensor_parallel.ranks.Explain`."""
+        """See `ranks.rank_group.Explain`."""
         self._is_lost.wait(timeout_s)
         return self._loss
 

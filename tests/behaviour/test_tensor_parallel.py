@@ -19,8 +19,8 @@ from dflash_runtime.drafts.draft import Draft, load_draft
 from dflash_runtime.errors import DFlashError, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
-from dflash_runtime.tensor_parallel.ranks import ALONE, Ranks
 from dflash_testing.fp8_models import FORMS
 from dflash_testing.hosted_models import make_model
 from dflash_testing.pairs import (
@@ -233,7 +233,7 @@ def test_a_block_in_fp8_is_not_cut(tmp_path: Path, two: RankThreads) -> None:
 def test_ranks_with_other_results_are_found(two: RankThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 commits another token in one step: the next comparison ends the run on both ranks."""
     source = open_target(tiny_directory() / "target")
-    monkeypatch.setattr("dflash_runtime.tensor_parallel.witness.STEPS_PER_LOOK", 4)
+    monkeypatch.setattr("dflash_runtime.ranks.witness.STEPS_PER_LOOK", 4)
 
     def run(ranks: Ranks) -> tuple[str, int]:
         llm = split_llm(load_share(source, ranks), None, 0, ranks)
@@ -255,7 +255,7 @@ def test_ranks_with_other_results_are_found(two: RankThreads, monkeypatch: pytes
 def test_equal_ranks_are_compared(two: RankThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard looks every few steps and at the end, and finds nothing."""
     source = open_target(tiny_directory() / "target")
-    monkeypatch.setattr("dflash_runtime.tensor_parallel.witness.STEPS_PER_LOOK", 4)
+    monkeypatch.setattr("dflash_runtime.ranks.witness.STEPS_PER_LOOK", 4)
 
     def run(ranks: Ranks) -> int:
         llm, looks = split_llm(load_share(source, ranks), None, 0, ranks), []

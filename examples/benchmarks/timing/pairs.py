@@ -24,8 +24,8 @@ from dflash_runtime.models.qwen3_5_moe import Qwen35MoeTarget
 from dflash_runtime.models.target import family_cuts, target_families
 from dflash_runtime.models.target_shares import share_config
 from dflash_runtime.models.weights import stack_projections
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.limits import Limits
-from dflash_runtime.tensor_parallel.ranks import ALONE, Ranks
 
 BLOCK = 16
 MASK_FROM_END = 267

@@ -31,8 +31,8 @@ from dflash_runtime.models.target import Target, find_target_runtime, load_targe
 from dflash_runtime.models.target_shares import share_config
 from dflash_runtime.models.weights import Weights, native_bytes, plain_weights
 from dflash_runtime.notices import Notice
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.limits import Limits
-from dflash_runtime.tensor_parallel.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
 

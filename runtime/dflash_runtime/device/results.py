@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.step_rows import NUM_FIELDS
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.batch import Batch, Chunk, StepOutput
 from dflash_runtime.scheduling.request import Request
-from dflash_runtime.tensor_parallel.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)

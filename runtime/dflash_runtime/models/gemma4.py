@@ -27,7 +27,7 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.rope import RopeTable
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.models.weights import Weights, with_wide_norms
-from dflash_runtime.tensor_parallel.ranks import ALONE, Ranks
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 EXPERT_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")

@@ -23,7 +23,7 @@ from dflash_runtime.models.experts import Experts
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.rope import RopeTable
 from dflash_runtime.models.weights import Matrix, Weights, find_matrix, rows_between
-from dflash_runtime.tensor_parallel.ranks import ALONE, Ranks
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 
 
 class Attend(Protocol):

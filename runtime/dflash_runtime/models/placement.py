@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_kernels.suite import Kernels
-from dflash_runtime.tensor_parallel.ranks import ALONE, Ranks
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)

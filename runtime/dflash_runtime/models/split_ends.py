@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from dflash_runtime.models.layers import Linear
 from dflash_runtime.models.target_shares import id_range
-from dflash_runtime.tensor_parallel.ranks import ALONE, Ranks
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 
 
 class SplitEmbedding:

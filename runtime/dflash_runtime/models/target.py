@@ -38,8 +38,8 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target_shares import OPTION, Cut, cut_info, cut_tensors, share_config
 from dflash_runtime.models.text_part import text_tensors
 from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes, native_bytes
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.registry import Registry
-from dflash_runtime.tensor_parallel.ranks import ALONE, Ranks
 
 
 class TargetEnds(Protocol):

@@ -22,7 +22,7 @@ from dflash_runtime.checkpoint.fp8_format import Fp8Format
 from dflash_runtime.checkpoint.layout import Shapes
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import UnsupportedError
-from dflash_runtime.tensor_parallel.ranks import Ranks
+from dflash_runtime.ranks.rank_group import Ranks
 
 Range = tuple[int, int]
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from dflash_runtime.tensor_parallel.exchanges import GlooExchange, connect_store, open_store
-from dflash_runtime.tensor_parallel.ranks import Ranks
+from dflash_runtime.ranks.exchanges import GlooExchange, connect_store, open_store
+from dflash_runtime.ranks.rank_group import Ranks
 
 Found = TypeVar("Found")
 

@@ -12,7 +12,7 @@ from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.split_ends import SplitEmbedding
 from dflash_runtime.models.target import family_cuts, target_families
 from dflash_runtime.models.target_shares import Cut, cut_info, share_config
-from dflash_runtime.tensor_parallel.ranks import Ranks
+from dflash_runtime.ranks.rank_group import Ranks
 from dflash_testing.pairs import random_target
 from dflash_testing.refusals import refuses
 

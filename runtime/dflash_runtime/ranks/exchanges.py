@@ -20,7 +20,7 @@ import torch.distributed
 from torch import Tensor
 
 from dflash_runtime.errors import PeerUnreachable, UnsupportedError
-from dflash_runtime.tensor_parallel.ranks import ENDED, LIMIT_S, Explain, Ranks, no_explanation
+from dflash_runtime.ranks.rank_group import ENDED, LIMIT_S, Explain, Ranks, no_explanation
 
 dist: Any = torch.distributed  # its type stubs are incomplete
 

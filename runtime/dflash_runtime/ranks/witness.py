@@ -3,9 +3,9 @@
 import hashlib
 
 from dflash_runtime.errors import DFlashError
+from dflash_runtime.ranks.rank_group import Ranks
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request
-from dflash_runtime.tensor_parallel.ranks import Ranks
 
 STEPS_PER_LOOK = 64
 """Steps between two comparisons. A comparison costs the host about 0.2 ms, and delays no step that is queued."""
