@@ -141,7 +141,7 @@ class TensorParallelOptions(Request):
         int,
         Option(
             min=1, group=ENGINE,
-            help="Split the target over N GPUs of this machine. It needs a native target whose heads N divides.",
+            help="Split the target over N GPUs of this machine. N must divide the heads of a native target.",
         ),
     ] = 1  # fmt: skip
 

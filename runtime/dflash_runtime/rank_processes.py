@@ -270,6 +270,6 @@ def _draft_spec(draft: DraftLike | None) -> DraftSpec | None:
 
 
 def _end_process(reason: DFlashError) -> None:
-    """End this process, whose main thread waits for a GPU that waits for a rank that has ended."""
+    """End this process. Its main thread waits for a GPU, and the GPU waits for a lost rank."""
     logger.error("%s", reason.message)
     os._exit(reason.exit_code)

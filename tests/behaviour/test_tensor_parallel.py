@@ -23,6 +23,7 @@ from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.fp8_models import FORMS
 from dflash_testing.hosted_models import make_model
+from dflash_testing.packed_models import pack_experts
 from dflash_testing.pairs import (
     ScriptedDraft,
     bundled_draft,
@@ -51,6 +52,7 @@ FAMILIES: dict[str, tuple[str, Json]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, some layers dense": ("qwen3_moe", {"mlp_only_layers": [1]}),
     "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, packed": ("gpt_oss", {"hidden_size": 64, "intermediate_size": 192}),
     "gemma4": ("gemma4_text", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
     "gemma4 with experts": (
         "gemma4_text",
@@ -91,7 +93,9 @@ def trace_of(outputs: Sequence[RequestOutput]) -> Trace:
 
 def write_family(path: Path, name: str) -> TargetSource:
     kind, changes = FAMILIES[name]
-    make_model(path, kind, **changes)
+    model = make_model(path, kind, **changes)
+    if "packed" in name:
+        pack_experts(path, model)
     return open_target(path)
 
 

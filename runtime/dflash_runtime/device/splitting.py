@@ -1,4 +1,4 @@
-"""What tensor parallelism excludes, checked before the processes of other ranks start."""
+"""Refusals of tensor parallelism, before the processes of other ranks start."""
 
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import EngineConfig

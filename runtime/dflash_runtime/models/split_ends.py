@@ -1,4 +1,4 @@
-"""Embedding and head of a target whose rows are split over ranks by token ids.
+"""Embedding and head of a split target: each rank has the rows of its own token ids.
 
 Axis letters: T rows, V vocabulary, W token ids of one rank.
 """
@@ -43,7 +43,7 @@ class SplitEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class SplitHead(Linear):
-    """A head of which each rank computes the logits of its own token ids. All ranks get all logits."""
+    """A split head: each rank computes the logits of its own token ids, and all ranks get all logits."""
 
     own: Linear | None = None
     ranks: Ranks = ALONE

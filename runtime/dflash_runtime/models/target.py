@@ -184,7 +184,7 @@ def try_target(source: TargetSource, placement: Placement, runtime: TargetRuntim
 
 
 def target_cuts(source: TargetSource, ranks: Ranks) -> dict[str, Cut]:
-    """Return this rank's part of each tensor of a native target of which it loads a part only.
+    """Return the cut of each tensor that this rank loads in part, of a native target.
 
     Raises:
         UnsupportedError: the ranks do not divide the target; see `share_config`. Or the family does not run on several
@@ -203,7 +203,7 @@ def target_cuts(source: TargetSource, ranks: Ranks) -> dict[str, Cut]:
 
 
 def family_cuts(family: Any, config: TargetConfig, ranks: Ranks, stored: Iterable[str] = ()) -> dict[str, Cut]:
-    """Return this rank's part of each tensor of a target of which it has a part only.
+    """Return the cut of each tensor that this rank has in part.
 
     `config` is the whole target's. `stored` are the names of the checkpoint's tensors, which may have fused experts.
     """

@@ -34,6 +34,9 @@ BY_IDS = ("embed_tokens.weight", "lm_head.weight")
 
 MXFP4 = "mxfp4"
 
+FILLED = ("_proj_blocks", "_proj_scales", "gate_up_proj_bias")
+"""Ends of the names of tensors of packed experts, whose last part may be filled up with zeros."""
+
 OPTION = "--tensor-parallel"
 
 MOST_NAMED = 8
@@ -42,20 +45,27 @@ MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A rank's part of a tensor: ranges along one axis, joined. With `is_zero` the part is zeros of the same shape."""
+    """A rank's part of a tensor: ranges along one axis, joined, and `num_missing` zeros after them.
+
+    With `is_zero` the part is zeros of the same shape.
+    """
 
     axis: int
     ranges: tuple[Range, ...]
+    num_missing: int = 0
     is_zero: bool = False
 
     @property
     def length(self) -> int:
         """Entries of the part along the axis."""
-        return sum(end - begin for begin, end in self.ranges)
+        return sum(end - begin for begin, end in self.ranges) + self.num_missing
 
     def of(self, tensor: Any) -> Tensor:
         """Read the part of a tensor, or of a slice that safetensors has not read yet."""
         parts = [tensor[(slice(None),) * self.axis + (slice(*item),)] for item in self.ranges]
+        if self.num_missing:
+            missing = (*parts[0].shape[: self.axis], self.num_missing, *parts[0].shape[self.axis + 1 :])
+            parts.append(parts[0].new_zeros(missing))
         found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.axis)
         return torch.zeros_like(found) if self.is_zero else found
 
@@ -82,7 +92,9 @@ def share_config(config: TargetConfig, size: int) -> TargetConfig:
         )  # fmt: skip
     if experts is not None:
         shared = None if experts.shared_size is None else experts.shared_size // size
-        experts = replace(experts, intermediate_size=experts.intermediate_size // size, shared_size=shared)
+        unit = PACKED_DEPTH if config.quantization == MXFP4 else 1  # zeros fill up the last rank's packed experts
+        inner = -(-experts.intermediate_size // (size * unit)) * unit
+        experts = replace(experts, intermediate_size=inner, shared_size=shared)
     return replace(
         config,
         num_heads=config.num_heads // size,
@@ -123,18 +135,17 @@ def _split_sizes(config: TargetConfig) -> dict[str, int]:
     own, experts = config.recurrence, config.experts
     sizes = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
     if experts is not None:
-        sizes["moe_intermediate_size"] = experts.intermediate_size
+        if config.quantization != MXFP4:
+            sizes["moe_intermediate_size"] = experts.intermediate_size
         if experts.shared_size is not None:
             sizes["shared_expert_intermediate_size"] = experts.shared_size
-        if config.quantization == MXFP4:
-            sizes[f"intermediate_size / {PACKED_DEPTH}"] = experts.intermediate_size // PACKED_DEPTH
     if own is not None:
         sizes |= {"linear_num_key_heads": own.num_key_heads, "linear_num_value_heads": own.num_value_heads}
     return sizes
 
 
 def cut_tensors(whole: Shapes, own: Shapes, ranks: Ranks, widths: Mapping[str, tuple[int, ...]]) -> dict[str, Cut]:
-    """Return the cut of each tensor of which this rank has a part only.
+    """Return the cut of each tensor that this rank has in part.
 
     whole, own   shapes of all tensors by the config of the target and by the config of the share
     widths       for a tensor with several parts along its split axis, the widths of the parts in the whole tensor
@@ -148,8 +159,12 @@ def cut_tensors(whole: Shapes, own: Shapes, ranks: Ranks, widths: Mapping[str, t
         axes = [axis for axis, length in enumerate(shape) if own[name][axis] != length]
         assert len(axes) <= 1, "a tensor is split along one axis"
         if axes:
-            parts = widths.get(name, (shape[axes[0]],))
-            cuts[name] = Cut(axes[0], tuple(_ranges(parts, own[name][axes[0]], ranks)))
+            axis, length = axes[0], own[name][axes[0]]
+            if name.endswith(FILLED) and length * ranks.size > shape[axis]:
+                begin, end = (min(number * length, shape[axis]) for number in (ranks.rank, ranks.rank + 1))
+                cuts[name] = Cut(axis, ((begin, end),), num_missing=length - (end - begin))
+            else:
+                cuts[name] = Cut(axis, tuple(_ranges(widths.get(name, (shape[axis],)), length, ranks)))
         elif name.endswith(ADDED_ONCE) and ranks.rank:
             cuts[name] = Cut(0, ((0, shape[0]),), is_zero=True)
     return cuts
@@ -184,7 +199,7 @@ def cut_scales(scales: Tensor, cut: Cut, info: TensorInfo, form: Fp8Format) -> T
 
 
 def id_range(vocab_size: int, ranks: Ranks) -> Range:
-    """Return the token ids whose rows of embedding and head this rank has. The last rank may have fewer."""
+    """Return the token ids of this rank's rows of embedding and head. The last rank may have fewer."""
     count = -(-vocab_size // ranks.size)
     return min(ranks.rank * count, vocab_size), min((ranks.rank + 1) * count, vocab_size)
 

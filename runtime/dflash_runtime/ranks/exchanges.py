@@ -138,12 +138,11 @@ def join(
     all_reduce: str,
     explain: Explain = no_explanation,
 ) -> Ranks:
-    """Join the other ranks of this machine, and return them. `all_reduce` is that of the engine's config.
+    """Join the other ranks of this machine, and return them. `all_reduce` is the engine's setting.
 
     Raises:
         PeerUnreachable: another rank has ended, or did not join within the time limit.
-        UnsupportedError: `all_reduce` is "one-shot", and this machine has no one-shot sum; or this process already has
-            a default process group of torch.
+        UnsupportedError: `all_reduce` is "one-shot" and these GPUs lack it, or torch has a default process group here.
     """
     host = GlooExchange(dist.PrefixStore("host", store), rank, size, explain)
     if device.type == "cpu":

@@ -53,7 +53,6 @@ def test_several_ranks_have_the_same_kv_head_if_there_are_fewer() -> None:
         ({"experts": replace(EXPERTS, intermediate_size=15)}, 2, "moe_intermediate_size", 15),
         ({"experts": replace(EXPERTS, shared_size=15)}, 2, "shared_expert_intermediate_size", 15),
         ({"recurrence": RECURRENCE}, 4, "linear_num_key_heads", 2),
-        ({"experts": replace(EXPERTS, intermediate_size=96), "quantization": "mxfp4"}, 2, "intermediate_size / 64", 1),
     ],
 )
 def test_ranks_that_do_not_divide_the_target_are_refused(
@@ -82,6 +81,20 @@ def test_the_parts_of_all_ranks_are_the_whole_tensor() -> None:
     assert joined.ranges == ((8, 16), (24, 32), (48, 64))  # queries, keys and values of the second key head
     fused = cuts[1]["model.layers.0.mlp.experts.gate_up_proj"]
     assert (fused.axis, fused.ranges) == (1, ((8, 16), (24, 32)))
+
+
+def test_packed_experts_are_filled_up_to_whole_blocks() -> None:
+    """An inner width of 160 in units of 64 on two ranks: 128 and 32, filled up with 96 zeros."""
+    packed = replace(EXPERTS, intermediate_size=160, shared_size=None)
+    config = replace(CONFIG, model_type="gpt_oss", experts=packed, quantization="mxfp4", intermediate_size=160)
+    assert share_config(config, 2).experts == replace(packed, intermediate_size=128)
+    first, second = (family_cuts(target_families()["gpt_oss"], config, Ranks(rank, 2)) for rank in range(2))
+    stem = "model.layers.0.mlp.experts"
+    assert first[f"{stem}.gate_up_proj_blocks"] == Cut(1, ((0, 256),))
+    assert second[f"{stem}.gate_up_proj_blocks"] == Cut(1, ((256, 320),), num_missing=192)
+    assert second[f"{stem}.gate_up_proj_bias"] == Cut(1, ((256, 320),), num_missing=192)
+    assert second[f"{stem}.down_proj_scales"] == Cut(2, ((4, 5),), num_missing=3)
+    assert second[f"{stem}.down_proj_scales"].of(torch.ones(1, 1, 5))[0, 0].tolist() == [1, 0, 0, 0]
 
 
 def test_a_bias_of_a_sum_is_added_once() -> None:
