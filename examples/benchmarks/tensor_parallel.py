@@ -5,8 +5,8 @@
 
 The command starts one process per GPU. First the whole pair is timed on GPU 0, then its shares on all GPUs, with each
 way of adding up their parts (`--all-reduce`). All have the same weights, made on the devices. A time is wall time per
-step of the real loop after prefill. The ratio is this time over the time of one GPU. `--sums` also times sums alone, in a
-CUDA graph of 64. Rows are JSON lines, written at once; the table comes last. The exit code is 1 if an arm failed.
+step of the real loop after prefill. The ratio is this time over the time of one GPU. `--sums` also times sums alone,
+64 in a CUDA graph. Rows are JSON lines, written at once; the table comes last. The exit code is 1 if an arm failed.
 """
 
 import argparse
@@ -165,7 +165,7 @@ def lead(given: argparse.Namespace) -> int:
     finally:
         for other in others:
             other.kill()
-            other.wait()
+            other.communicate()
 
 
 def _ended(others: list[subprocess.Popen[bytes]]) -> DFlashError | None:

@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import DFlashError, PeerUnreachable, UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.rank_messages import RankFailure, Run, Stop, from_line, to_line
@@ -115,9 +117,12 @@ def test_an_error_in_a_rank_ends_the_call(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.syspath_prepend(str(tmp_path))
     started: list[RankProcesses] = []
     begin = RankProcesses.__init__
-    monkeypatch.setattr(
-        RankProcesses, "__init__", lambda self, *given: (started.append(self), begin(self, *given))[1]
-    )  # fmt: skip
+
+    def note(self: RankProcesses, *given: Any) -> None:
+        started.append(self)
+        begin(self, *given)
+
+    monkeypatch.setattr(RankProcesses, "__init__", note)
     with pytest.raises(DFlashError) as caught:
         open_llm(SPLIT).generate(PROMPTS)
     assert (caught.value.id, caught.value.exit_code) == ("out-of-memory", 6)
@@ -144,6 +149,12 @@ def test_a_hosted_target_is_refused_before_processes_start(tmp_path: Path, monke
 def test_a_prefix_store_is_refused(tmp_path: Path) -> None:
     with refuses(UsageError, "prefix-store-on-ranks"):
         open_llm(replace(SPLIT, prefix_store=str(tmp_path)))
+
+
+def test_a_pair_is_loaded_by_as_many_ranks_as_its_config_says() -> None:
+    """`load_pair` starts no process: only an LLM, which is given the sources of a pair, does."""
+    with refuses(UsageError, "ranks-not-joined", field="tensor_parallel_size", found=2):
+        load_pair(open_target(tiny_directory() / "target"), None, SPLIT)
 
 
 @pytest.mark.parametrize(

@@ -262,9 +262,14 @@ def test_equal_ranks_are_compared(two: RankThreads, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("dflash_runtime.ranks.witness.STEPS_PER_LOOK", 4)
 
     def run(ranks: Ranks) -> int:
-        llm, looks = split_llm(load_share(source, ranks), None, 0, ranks), []
-        compare = llm.engine.witness.compare
-        monkeypatch.setattr(llm.engine.witness, "compare", lambda: (looks.append(0), compare()))
+        llm = split_llm(load_share(source, ranks), None, 0, ranks)
+        compare, looks = llm.engine.witness.compare, []
+
+        def look() -> None:
+            looks.append(llm.engine.num_steps)
+            compare()
+
+        monkeypatch.setattr(llm.engine.witness, "compare", look)
         llm.generate([[5, 6, 7]], SamplingParams(max_new_tokens=20, ignore_eos=True))
         return len(looks)
 

@@ -111,12 +111,13 @@ def load_pair(
 
     Raises:
         PairMismatch: the draft was not made for the target.
-        UsageError: the config asks for more draft tokens than the draft was trained for, or for an unknown device.
+        UsageError: the config asks for more draft tokens than the draft was trained for, for an unknown device, or for
+            another number of ranks.
         UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
         CapacityError: memory does not hold the pair, according to the sizes in its headers.
     """
     config = config or EngineConfig()
-    check_split(target, config)
+    check_split(target, config, ranks)
     runtime, target_config = find_target_runtime(target, config.wanted_runtime)
     target_config = share_config(target_config, ranks.size)
     quantization = read_quantization(target) if runtime != "native" else kept_packed(target)

@@ -6,16 +6,23 @@ from dflash_runtime.device.settings import device_of
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.models.target import find_target_runtime
 from dflash_runtime.models.target_shares import OPTION, share_config
+from dflash_runtime.ranks.rank_group import Ranks
 
 
-def check_split(target: TargetSource, config: EngineConfig) -> None:
-    """Refuse a target or settings that do not run on several ranks. Does nothing for one rank.
+def check_split(target: TargetSource, config: EngineConfig, ranks: Ranks | None = None) -> None:
+    """Refuse a target or settings that do not run on several ranks. `ranks` have joined to load the pair.
 
     Raises:
         UnsupportedError: transformers' code runs the target, the ranks do not divide it, or GPUs are missing.
-        UsageError: a prefix store, or one device for several ranks.
+        UsageError: a prefix store, one device for several ranks, or another number of ranks than the config's.
     """
     size = config.tensor_parallel_size
+    if ranks is not None and size != ranks.size:
+        raise UsageError(
+            id="ranks-not-joined", field="tensor_parallel_size", found=size,
+            expected=f"{ranks.size}, the ranks that load the pair",
+            hint="LLM(target, draft, config) starts a process for each GPU",
+        )  # fmt: skip
     if size == 1:
         return
     runtime, found = find_target_runtime(target, config.wanted_runtime)
