@@ -125,7 +125,7 @@ class OneShotSum:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return the sum over all ranks. All ranks add in the order of ranks."""
-        room = self._rooms[tensor.dtype]
+        room = self._rooms[tensor.dtype][: tensor.numel()].view_as(tensor)
         found: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(room, tensor, "sum", self._name)
         return found
 
