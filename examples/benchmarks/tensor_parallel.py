@@ -83,7 +83,8 @@ def measure(given: argparse.Namespace, random: RandomPair, recorder: Recorder, w
 
 def time_sums(ranks: Ranks, device: torch.device, hidden: int, recorder: Recorder, way: str) -> None:
     """Time sums of [parts, rows, hidden] alone, captured in a graph."""
-    for num_parts, num_rows, dtype in ((1, 1, torch.bfloat16), (4, 1, torch.float32), (1, 128, torch.bfloat16)):
+    wide, narrow = torch.float32, torch.bfloat16
+    for num_parts, num_rows, dtype in ((1, 1, narrow), (4, 1, wide), (4, 16, wide), (1, 16, narrow), (1, 128, narrow)):
         numbers = torch.zeros((num_parts, num_rows, hidden), dtype=dtype, device=device)
         ranks.total(numbers.clone())
         torch.cuda.synchronize(device)

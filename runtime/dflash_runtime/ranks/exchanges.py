@@ -32,6 +32,9 @@ WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 ONE_SHOT_BYTES = 2 * 2**20
 """The largest message of a one-shot sum between two GPUs. Each GPU reads a message from every other GPU."""
 
+PARTS_BYTES = 128 * 2**10
+"""The largest message of several parts. Larger parts are added up first, which takes a launch of a few microseconds."""
+
 REASON_S = 5.0
 """Seconds in which the reason arrives why another rank has ended, after its connection was lost."""
 
@@ -88,12 +91,10 @@ class NcclExchange:
     def sum(self, tensor: Tensor) -> Tensor:
         """See `Exchange`."""
         one_shot = self.one_shot
+        if len(tensor) > 1 and (one_shot is None or tensor.numel() * tensor.element_size() > PARTS_BYTES):
+            tensor = tensor.sum(0, keepdim=True)
         if one_shot is not None and one_shot.takes(tensor):
             return one_shot(tensor)
-        if len(tensor) > 1:
-            tensor = tensor.sum(0, keepdim=True)  # one part is a smaller message than several
-            if one_shot is not None and one_shot.takes(tensor):
-                return one_shot(tensor)
         dist.all_reduce(tensor)
         return tensor
 
