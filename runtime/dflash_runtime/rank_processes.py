@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -123,9 +124,13 @@ class RankProcesses:
             item.join()
         for free in self.on_close if is_settled else ():
             free()
-        leave(self._device)
+        leaving = threading.Thread(target=leave, args=(self._device,), name="rank-leaving", daemon=True)
+        leaving.start()
+        leaving.join(ENDING_S)  # it may wait for a GPU that waits for a lost rank
         if self._watch is not None and (is_settled or self._is_settled()):
             self._watch.cancel()
+        elif self._watch is not None:
+            signal.setitimer(signal.ITIMER_REAL, 2 * STUCK_S)  # the system ends a process that does not end by itself
 
     def _is_settled(self) -> bool:
         """Whether this rank's device has ended its work, or ends it soon."""

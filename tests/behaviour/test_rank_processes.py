@@ -15,6 +15,8 @@ import pytest
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
+from dflash_cli.commands.eval_acceptance import EvaluationRequest, evaluate
+from dflash_cli.commands.generate import GenerationRequest
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import DFlashError, PeerUnreachable, UnsupportedError, UsageError
@@ -165,6 +167,26 @@ def test_a_message_survives_its_line(message: Run | Stop | RankFailure) -> None:
     assert line.endswith("\n")
     assert from_line(line) == message
     assert json.loads(line)["kind"] == type(message).__name__
+
+
+def test_options_of_several_gpus_exclude_others() -> None:
+    """Hand-offs, workers, two engines, and a replayed dump."""
+    with refuses(UsageError, "options-exclude-each-other", field="--tensor-parallel"):
+        GenerationRequest(tensor_parallel=2, handoff_out="folder").check()
+    for changes in ({"workers": "2"}, {"disaggregated": True}, {"mode": "replay", "dump": Path("dump")}):
+        with refuses(UsageError, "options-exclude-each-other", field="--tensor-parallel"):
+            EvaluationRequest(draft="tiny", tensor_parallel=2, **changes).check()  # type: ignore[arg-type]
+
+
+def test_acceptance_is_measured_on_several_ranks() -> None:
+    """Two prompts of the bundled pair in float64: the same acceptance length as in one process."""
+    lengths = []
+    for size in (1, 2):
+        found = evaluate(
+            draft="tiny", num_prompts=2, max_new_tokens=24, device="cpu", dtype="float64", tensor_parallel=size
+        )  # fmt: skip
+        lengths.append(found.total.counts.acceptance_len)
+    assert lengths[0] == lengths[1]
 
 
 def test_ctrl_c_ends_the_command_and_its_processes(tmp_path: Path) -> None:
