@@ -175,7 +175,7 @@ def test_options_of_several_gpus_exclude_others() -> None:
         GenerationRequest(tensor_parallel=2, handoff_out="folder").check()
     for changes in ({"workers": "2"}, {"disaggregated": True}, {"mode": "replay", "dump": Path("dump")}):
         with refuses(UsageError, "options-exclude-each-other", field="--tensor-parallel"):
-            EvaluationRequest(draft="tiny", tensor_parallel=2, **changes).check()  # type: ignore[arg-type]
+            EvaluationRequest(draft="tiny", tensor_parallel=2, **changes).check()
 
 
 def test_acceptance_is_measured_on_several_ranks() -> None:

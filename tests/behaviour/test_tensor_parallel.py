@@ -1,4 +1,4 @@
-"""Targets split over ranks, which are threads here: text and acceptance traces equal those of one process.
+"""Targets split over ranks, here threads: text and acceptance traces equal the ones of one process.
 
 All arithmetic is in float64, so sums over ranks change no choice.
 """

@@ -35,7 +35,7 @@ BY_IDS = ("embed_tokens.weight", "lm_head.weight")
 MXFP4 = "mxfp4"
 
 FILLED = ("_proj_blocks", "_proj_scales", "gate_up_proj_bias")
-"""Ends of the names of tensors of packed experts, whose last part may be filled up with zeros."""
+"""Ends of the names of packed experts' tensors. Zeros may fill up the last rank's part."""
 
 OPTION = "--tensor-parallel"
 

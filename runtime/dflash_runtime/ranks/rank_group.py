@@ -39,7 +39,7 @@ class Exchange(Protocol):
     """Moves tensors between the ranks on one kind of device."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Parts [P, ...] -> [1, ...] or as many parts, whose sum is the sum over all ranks, with equal bits on each.
+        """Parts [P, ...] -> parts [1, ...] or [P, ...] that add up to the sum over all ranks, with equal bits on each.
 
         May overwrite its contiguous argument.
         """
@@ -71,7 +71,7 @@ class Ranks:
         self.on_device, self._host = device, host
 
     def total(self, parts: Tensor) -> Tensor:
-        """Parts [P, T, D] of this rank -> parts whose sum is the sum over all ranks."""
+        """Parts [P, T, D] of this rank -> parts that add up to the sum over all ranks."""
         if self.on_device is None:
             return parts
         return self.on_device.sum(parts.contiguous())

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process over gloo: as many as a test wants, without starting processes."""
+"""Ranks as threads of one process over gloo, so that a test starts no process."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
