@@ -75,6 +75,7 @@ class RankProcesses:
         self._loss: DFlashError | None = None
         self._is_lost, self.is_closing = threading.Event(), False
         self._watch: threading.Timer | None = None
+        self._lock = threading.Lock()
         self.on_close: list[Callable[[], object]] = []
         self._device, store = device_of(config.device, 0, size), open_store()
         spec = RankSpec(
@@ -117,7 +118,8 @@ class RankProcesses:
     def close(self) -> None:
         """End the processes, after the steps that this GPU has queued: it would wait for the others for ever."""
         is_settled = self._is_settled()
-        self.is_closing = True
+        with self._lock:
+            self.is_closing = True
         for item in self._others:
             item.end()
         for item in self._others:
@@ -144,13 +146,14 @@ class RankProcesses:
 
     def lose(self, reason: DFlashError) -> None:
         """Note that a rank has ended, and end the others, which would wait for it."""
-        if self.is_closing or self._is_lost.is_set():
-            return
-        self._loss = reason
-        self._is_lost.set()
-        self._watch = threading.Timer(STUCK_S, _end_process, [reason])
-        self._watch.daemon = True
-        self._watch.start()
+        with self._lock:
+            if self.is_closing or self._is_lost.is_set():
+                return
+            self._loss = reason
+            self._watch = threading.Timer(STUCK_S, _end_process, [reason])
+            self._watch.daemon = True
+            self._watch.start()
+            self._is_lost.set()  # last: the main thread then closes, and cancels the timer
         for item in self._others:
             item.kill()
 

@@ -104,6 +104,10 @@ def test_the_end_of_a_rank_ends_the_call() -> None:
         for _ in stream:
             pass
     assert not is_running(pid)
+    watch = others_of(llm)._watch
+    assert watch is not None
+    watch.join(5)
+    assert watch.finished.is_set(), "nothing ends this process later"
     with refuses(PeerUnreachable, "ranks-ended"):
         llm.generate(PROMPTS)
 
