@@ -276,7 +276,11 @@ class LLM:
     def _tell(self, message: Message) -> None:
         """Let the processes of other ranks make a call, too."""
         if self._others is not None:
-            self._others.say(message)
+            try:
+                self._others.say(message)
+            except DFlashError:  # a rank has ended since the last call
+                self._lose_others()
+                raise
 
     @contextmanager
     def _closing_on_failure(self) -> Iterator[None]:
