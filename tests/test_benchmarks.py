@@ -24,6 +24,7 @@ import products
 import short_prompts
 import snapshot_policies
 import step_time
+import tensor_parallel
 import tune_times
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.candidates import candidates_for
@@ -65,6 +66,17 @@ def test_shared_experts_are_timed_too(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert experts.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-2:] for line in lines[1:3]] == [["0.00", "0.00"]] * 2
+
+
+def test_split_steps_are_timed_beside_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two processes over gloo: each arm has a row for one process, and one with the ratio to it."""
+    given = ["--batches", "1", "--steps", "10", "--context", "20", "--arms", "plain,dflash"]
+    code, rows = run(tensor_parallel, monkeypatch, tmp_path / "rows.jsonl", *given)
+    assert code == 0
+    assert [(row["arm"], row["all_reduce"], row["ranks"]) for row in rows] == [
+        ("plain", "one GPU", 1), ("dflash", "one GPU", 1), ("plain", "gloo", 2), ("dflash", "gloo", 2),
+    ]  # fmt: skip
+    assert [row["ratio"] for row in rows] == [None, None, *(rows[n + 2]["ms"] / rows[n]["ms"] for n in range(2))]
 
 
 def test_steps_are_timed_beside_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ of `*.safetensors` files as ranges of bytes.
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from dflash_cli.checkpoints.hub import MISREAD, NotFromAHub, explained
 from dflash_cli.checkpoints.slow_answers import ANSWER_S, too_slow
-from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, TensorInfo, parse_header
+from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, TensorCut, TensorInfo, parse_header
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.phrases import plural
@@ -117,7 +117,9 @@ class RemoteCheckpoint(Checkpoint):
         with ThreadPoolExecutor(WORKERS) as pool:
             return list(pool.map(self._read_header, names))
 
-    def load_many(self, names: list[str], device: str = "cpu") -> Iterator[Any]:
+    def load_many(
+        self, names: list[str], device: str = "cpu", cuts: Mapping[str, TensorCut] | None = None
+    ) -> Iterator[Any]:
         """Refuse to load tensors, because only headers are fetched."""
         raise UnsupportedError(
             f"only headers were read, not the weights of {plural(len(names), 'tensor')}",

@@ -11,7 +11,7 @@ from dflash_cli.acceptance.replay_options import ReplayOptions
 from dflash_cli.commands.lock import check_lock
 from dflash_cli.handoff.handoff_options import DisaggregationOptions
 from dflash_cli.terminal import console
-from dflash_cli.terminal.engine_options import ConcurrencyOptions, EngineOptions
+from dflash_cli.terminal.engine_options import ConcurrencyOptions, EngineOptions, TensorParallelOptions
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import (
     GateOptions,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 OF_THE_TEXT = (
     "prompts", "num_prompts", "target", "chat", "resume", "dataset", "thinking", "context_lengths",
     "chat_template_kwargs", "temperature", "draft_sampling", "verify_width", "trace", "workers", "disaggregated",
+    "tensor_parallel",
 )  # fmt: skip
 """The options that decide the text on which a draft is judged. With --mode replay, the dump has the text."""
 
@@ -48,6 +49,7 @@ class EvaluationRequest(
     LockOptions,
     IntervalOptions,
     ConcurrencyOptions,
+    TensorParallelOptions,
     EngineOptions,
     BlockOptions,
     ResumableOptions,
@@ -95,7 +97,9 @@ class EvaluationRequest(
         if self.mode == "replay":
             refuse_beside(self, OF_THE_TEXT, "--mode replay, which judges the text of the dump")
         if self.disaggregated:
-            refuse_beside(self, ("workers",), "--disaggregated, which has two engines of its own")
+            refuse_beside(self, ("workers", "tensor_parallel"), "--disaggregated, which has two engines of its own")
+        if self.workers is not None:
+            refuse_beside(self, ("tensor_parallel",), "--workers, where each worker has one GPU")
 
     def check_outputs(self) -> None:
         """Refuse to replace a file before anything is measured.
@@ -182,6 +186,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         num_draft_tokens=request.num_speculative_tokens,
         draft_sampling=request.draft_sampling,
         max_num_requests=request.concurrency,
+        tensor_parallel_size=request.tensor_parallel,
     )
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.prompt_sets import read_prompts

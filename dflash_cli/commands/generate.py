@@ -10,9 +10,16 @@ import typer
 
 from dflash_cli.handoff.handoff_options import HandoffOptions
 from dflash_cli.terminal import console
-from dflash_cli.terminal.engine_options import ConcurrencyOptions, EngineOptions
+from dflash_cli.terminal.engine_options import ConcurrencyOptions, EngineOptions, TensorParallelOptions
 from dflash_cli.terminal.interruption import Interrupted
-from dflash_cli.terminal.options import DRAFT_HELP, ForceOptions, PairOptions, PromptOptions, ReadingOptions
+from dflash_cli.terminal.options import (
+    DRAFT_HELP,
+    ForceOptions,
+    PairOptions,
+    PromptOptions,
+    ReadingOptions,
+    refuse_beside,
+)
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, OUTPUT, Argument, Option, verb
 from dflash_cli.terminal.sampling_options import DraftingOptions
 from dflash_cli.terminal.shown import Shown
@@ -55,6 +62,7 @@ def parse_width(text: str) -> Width:
 class GenerationRequest(
     HandoffOptions,
     ConcurrencyOptions,
+    TensorParallelOptions,
     EngineOptions,
     DraftingOptions,
     PromptOptions,
@@ -105,6 +113,8 @@ class GenerationRequest(
 
     def check(self) -> None:
         super().check()
+        if self.has_handoffs:
+            refuse_beside(self, ("tensor_parallel",), "hand-offs, which have the KV of all heads")
         if self.check_lossless and self.temperature > 0:
             raise UsageError(
                 field="--check-lossless", found=f"--temperature {self.temperature:g}",
@@ -173,6 +183,7 @@ def run(
         num_draft_tokens=request.num_speculative_tokens,
         draft_sampling=request.draft_sampling,
         max_num_requests=request.concurrency,
+        tensor_parallel_size=request.tensor_parallel,
     )
     params = request.sampling_params(request.max_new_tokens)
     opened = open_pair(

@@ -128,6 +128,7 @@ class PairSession(OpenedPair):
         Checkpoints are identified by their digests, independent of names and paths.
         """
         pair = self.llm.pair
+        size = pair.config.tensor_parallel_size
         identities = {role: asdict(item) for role, item in self.identities.items()}
         return {
             **{f"{role}_{key}": item[key] for role, item in identities.items() for key in ("digest", "modified_ns")},
@@ -141,6 +142,7 @@ class PairSession(OpenedPair):
             "kernels": pair.placement.kernels.name,
             "target_runtime": pair.target_runtime,
             "device_map": pair.config.device_map,
+            **({} if size == 1 else {"tensor_parallel_size": size}),
             "target_quantization": pair.target_quantization,
             **({} if pair.rounding is None else {"rounding": pair.rounding}),
             **({} if pair.recurrent_rows is None else {"recurrent_rows": pair.recurrent_rows}),

@@ -15,6 +15,7 @@ CONFIG_FIELDS = {
     "prefix_store_size": "prefix_store_bytes",
     "snapshot_memory": "snapshot_memory_bytes",
     "num_speculative_tokens": "num_draft_tokens",
+    "tensor_parallel": "tensor_parallel_size",
 }
 """Option -> the field of the engine's config that it sets, if they have different names."""
 
@@ -130,6 +131,19 @@ def options_of_config() -> dict[str, str]:
     """Field of the engine's config -> the option that sets it."""
     names = [*(item.name for item in parameters_of(EngineOptions)), *CONFIG_FIELDS]
     return {CONFIG_FIELDS.get(name, name): f"--{name.replace('_', '-')}" for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelOptions(Request):
+    """How many GPUs share the target."""
+
+    tensor_parallel: Annotated[
+        int,
+        Option(
+            min=1, group=ENGINE,
+            help="Split the target over N GPUs of this machine. N must divide the heads of a native target.",
+        ),
+    ] = 1  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

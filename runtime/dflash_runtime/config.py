@@ -456,6 +456,10 @@ class EngineConfig:
     prefix_store             the folder that keeps prompts for later runs of the same pair
     prefix_store_bytes       the size of that folder above which the pages used least recently are removed, 64 GiB
     seed                     seeds of requests without a seed are derived from it; with None it is random
+    tensor_parallel_size     split the target over this many GPUs of this machine, one process per GPU. On the CPU the
+                             processes share the cores.
+    all_reduce               how GPUs add up their parts: "nccl", or "one-shot", which reads the parts of small messages
+                             from the memory of the other GPUs. "auto" is one-shot where the GPUs can do it.
     """
 
     device: str = "auto"
@@ -483,12 +487,14 @@ class EngineConfig:
     module_swaps: bool = True
     device_map: str | None = None
     seed: int | None = None
+    tensor_parallel_size: int = 1
+    all_reduce: str = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UsageError(field=name, found=getattr(self, name), expected=", ".join(choices))
-        for name in ("max_num_requests", "page_size", "max_in_flight"):
+        for name in ("max_num_requests", "page_size", "max_in_flight", "tensor_parallel_size"):
             _check_setting(name, getattr(self, name), least=1)
         for name in ("num_draft_tokens", "max_model_len", "max_batched_tokens", "num_pages", "kv_memory_bytes",
                      "snapshot_memory_bytes", "prefix_store_bytes"):  # fmt: skip
@@ -530,6 +536,7 @@ CHOICES = {
     "scheduling": ("async", "sync"),
     "target_runtime": ("auto", "native", "transformers", "transformers-cache"),
     "recurrent_rows": ("auto", "exact", "at-once"),
+    "all_reduce": ("auto", "nccl", "one-shot"),
 }
 """Engine settings with a fixed set of values."""
 

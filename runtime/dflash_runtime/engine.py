@@ -14,10 +14,11 @@ the other requests continue. So a batch shrinks until it fits the memory or unti
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from secrets import randbits
 from threading import RLock
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,8 @@ from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.errors import CapacityError, DFlashError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
+from dflash_runtime.ranks.interruptions import deferred_interrupt
+from dflash_runtime.ranks.witness import Witness
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request, derive_seed
 from dflash_runtime.scheduling.scheduler import OutOfPages, Scheduler
@@ -48,6 +51,13 @@ class Committed:
     token_ids: list[int]
 
 
+class StopAt(NamedTuple):
+    """A step after which all ranks drop the requests of a run, by the numbers of runs and of steps begun so far."""
+
+    run: int
+    step: int
+
+
 class Engine:
     """Runs requests in steps. `max_in_flight` 0 is the synchronous loop.
 
@@ -64,9 +74,15 @@ class Engine:
         self.transfers: Transfers | None = None  # of the running call, if it uses hand-offs
         self.failure: DFlashError | None = None  # why the engine is closed
         self.lock = RLock()
+        self.ranks = runner.ranks
+        self.witness = Witness(self.ranks)
+        self.num_steps = 0  # since the engine was made; equal on all ranks
+        self.num_runs = 0
+        self.stop_at: StopAt | None = None  # set by rank 0, on all other ranks
+        self.agree_on_stop: Callable[[StopAt], None] | None = None  # sets `stop_at` of all other ranks; on rank 0
         self._in_flight: deque[PendingForward] = deque()
         self._touched: dict[Request, None] = {}  # may have undelivered tokens or have ended
-        self._is_whole = True  # host and device agree; False during a step
+        self.is_whole = True  # host and device agree; False during a step
         self._num_failures = 0  # since the last committed token
         self._num_good_steps = 0  # since the last failure
         self._seed = randbits(63) if seed is None else seed
@@ -93,8 +109,10 @@ class Engine:
         committed tokens. Only failed assertions and exceptions such as Ctrl-C are raised.
         """
         with self._undoing_failures():
+            self.num_steps += 1
             self._advance_transfers()
             batch = self._schedule()
+            self.witness.see_batch(batch)
             if batch.is_empty:
                 self._commit_oldest()
             elif (pending := self.runner.submit(batch)) is not None:
@@ -111,24 +129,29 @@ class Engine:
         """Queue checked requests and step until they have ended. Closing the generator drops unfinished requests.
 
         If a step raises, the requests that ended in it are yielded first. The run also ends when `is_open` returns
-        False; then the other thread that made it so drops the requests.
+        False; then the other thread that made it so drops the requests. All ranks drop requests after the same step.
         """
         own = dict.fromkeys(requests)
         try:
             with self.lock:
+                self.num_runs += 1
                 for request in requests if is_open() else ():
                     self.add(request)
-            while own:
+            while own and self.stop_at != (self.num_runs, self.num_steps):
                 try:
                     with self.lock:
                         if not (is_open() and self.scheduler.has_work):
-                            return
+                            break
                         committed = self.step()
                 except BaseException:
                     yield from self._end_of(own, self.deliver())
                     raise
                 yield from self._end_of(own, committed)
+            if is_open():
+                self.witness.compare()
         finally:
+            if own and self.agree_on_stop is not None:
+                self._stop_together(self.agree_on_stop)
             self.abort(list(own))
 
     def open_transfers(self, plan: HandoffPlan | None, fingerprint: Fingerprint) -> None:
@@ -160,13 +183,30 @@ class Engine:
         """Drop requests, by default all. When no request is left, also forget the steps in flight."""
         with self.lock:
             self._mend()
-            self._is_whole = False
+            self.is_whole = False
             self.scheduler.abort(requests)
-            self._is_whole = True
+            self.is_whole = True
             if not self.scheduler.has_work:
                 self._in_flight.clear()
                 self._num_failures = 0
                 self.scheduler.load.restore()
+
+    def _stop_together(self, agree: Callable[["StopAt"], None]) -> None:
+        """Tell the other ranks to end the run after a step that none of them has reached, and run to that step.
+
+        A rank queues at most `max_in_flight` + 1 steps before it waits for a step of this rank, and commits as many
+        older steps before.
+        """
+        if self.failure is None and self.is_whole:
+            stop_at = self.num_steps + 2 * self.max_in_flight + 4
+            try:
+                with self.lock:
+                    agree(StopAt(self.num_runs, stop_at))
+                    while self.scheduler.has_work and self.num_steps < stop_at:
+                        self.step()
+                    self.witness.compare()
+            except DFlashError as error:  # the next call raises it
+                self.failure = error
 
     def _end_of(self, own: dict[Request, None], committed: list[Committed]) -> Iterator[Committed]:
         """Yield the tokens of a call's own requests, and remove ended requests from `own`."""
@@ -193,7 +233,7 @@ class Engine:
                 self.transfers.wait()
             return
         pending = self._in_flight.popleft()
-        outputs = pending.read()
+        outputs = pending.read(self.ranks)
         for chunk in pending.chunks:
             self.scheduler.finish_chunk(chunk)
             if chunk.is_last and self.transfers is not None:
@@ -202,6 +242,7 @@ class Engine:
             if request.finish_reason is not None:
                 continue  # it ended in an earlier step
             self._touched[request] = None
+            self.witness.see_tokens(request, output.token_ids)
             if self.scheduler.commit(request, output):
                 self._num_failures = 0
             if request.is_sending and self.transfers is not None:
@@ -224,16 +265,24 @@ class Engine:
 
     @contextmanager
     def _undoing_failures(self) -> Iterator[None]:
-        """Run a step, and undo it if it fails: either one request ends with the error, or the load is reduced."""
+        """Run a step, and undo it if it fails: either one request ends with the error, or the load is reduced.
+
+        Several ranks cannot undo a step that only one of them has left, so the engine is closed.
+        """
         self._mend()
-        self._is_whole = False
+        self.is_whole = False
         try:
-            yield
+            with deferred_interrupt() if self.ranks.size > 1 else nullcontext():
+                yield
+                self.is_whole = True
         except AssertionError:
             raise
         except Exception as error:
+            if self.ranks.size > 1:
+                self.failure = _explain(error)
+                raise self.failure from error
             self._recover(error)
-        self._is_whole = True
+        self.is_whole = True
 
     def _count_good_step(self) -> None:
         """Raise the load again after enough steps without a failure."""
@@ -243,10 +292,10 @@ class Engine:
 
     def _mend(self) -> None:
         """Restart all requests from their tokens if the last step was interrupted."""
-        if not self._is_whole:
+        if not self.is_whole:
             self._in_flight.clear()
             self.scheduler.restart()
-            self._is_whole = True
+            self.is_whole = True
 
     def _recover(self, error: Exception) -> None:
         """After a failed step, end the request that failed alone, or reduce the load."""

@@ -6,8 +6,9 @@ The target's forward is six calls deep, and a test counts them:
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
-from contextlib import closing
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +26,17 @@ from dflash_runtime.device.memory import fit_num_pages, fit_num_snapshots
 from dflash_runtime.device.pair_fingerprint import fingerprint
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.device.step_times import find_step_times
+from dflash_runtime.documents import copy_fields
 from dflash_runtime.engine import Engine
-from dflash_runtime.errors import DFlashError, RequestError, UsageError
+from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_runtime.lossless import Lossless, check_lossless
+from dflash_runtime.models.target_shares import OPTION
 from dflash_runtime.notices import Notice
+from dflash_runtime.rank_messages import Message, RankRequest, Regrets, Run, Text, WarmUp
+from dflash_runtime.rank_processes import RankProcesses
+from dflash_runtime.ranks.rank_group import ALONE
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
@@ -82,10 +88,30 @@ class LLM:
     def __init__(
         self, target: LoadedPair | TargetSource, draft: DraftLike | None = None, config: EngineConfig | None = None
     ) -> None:
-        self.pair = pair = target if isinstance(target, LoadedPair) else load_pair(target, draft, config)
+        self._call: object | None = None  # identifies the running call
+        self._lock = Lock()
+        self._others: RankProcesses | None = None
+        if not isinstance(target, LoadedPair) and config is not None and config.tensor_parallel_size > 1:
+            self._others = RankProcesses(target, draft, config)
+            self._end_others = weakref.finalize(self, self._others.close)  # at the end of the program, too
+            config = self._others.config
+        try:
+            ranks = self._others.ranks if self._others is not None else ALONE
+            self._open(target if isinstance(target, LoadedPair) else load_pair(target, draft, config, ranks))
+        except BaseException:
+            self._lose_others()
+            raise
+        if self._others is not None:
+            self.engine.agree_on_stop = self._others.stop
+            free = weakref.WeakMethod(self.engine.runner.drop_graphs)
+            self._others.on_close.append(lambda: (method := free()) and method())
+
+    def _open(self, pair: LoadedPair) -> None:
+        """Build the engine of a pair."""
+        self.pair, ranks = pair, pair.placement.ranks
         draft_config = pair.draft.config if pair.draft is not None else None
-        num_pages = fit_num_pages(pair.config, pair.target.config, draft_config, pair.limits, pair.placement)
-        num_snapshots = fit_num_snapshots(pair.config, pair.target.config, draft_config, pair.limits, pair.placement)
+        sizes = (pair.config, pair.target.config, draft_config, pair.limits, pair.placement)
+        num_pages, num_snapshots = ranks.least(fit_num_pages(*sizes)), ranks.least(fit_num_snapshots(*sizes))
         pages = PagePool(num_pages, pair.config.page_size)
         cache, self._without_snapshots = make_cache(pair, pages, num_snapshots)
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
@@ -94,9 +120,7 @@ class LLM:
         scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
         scheduler.load.keeps_to_ridge = pair.has_graphs
         self.engine = Engine(scheduler, runner, max_in_flight=max_in_flight, seed=pair.config.seed)
-        self._call: object | None = None  # identifies the running call
         self._decode = self.tokenizer.decode if self.tokenizer is not None else None
-        self._lock = Lock()
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -164,7 +188,11 @@ class LLM:
             progress(num_done, total)
 
         try:
+            self._tell(WarmUp(tuple(given), max_requests))
             warm_up(self.engine, given, max_requests, observe)
+        except BaseException:
+            self._lose_others()  # they do not know where this rank has stopped
+            raise
         finally:
             self._end(call)
 
@@ -214,7 +242,8 @@ class LLM:
             requests, refused = self._prepare(call, prompts, params, handoffs)
             for refusal in refused:
                 yield Delta(refusal.index, (), refusal)
-            with closing(self.engine.run(requests, lambda: self._call is call)) as run:
+            self._tell(Run(tuple(copy_fields(RankRequest, request) for request in requests)))
+            with self._closing_on_failure(), closing(self.engine.run(requests, lambda: self._call is call)) as run:
                 for committed in run:
                     request = committed.request
                     ended = RequestOutput.read(request, self._decode) if request.is_finished else None
@@ -227,12 +256,14 @@ class LLM:
 
     def check_lossless(self, outputs: Sequence[RequestOutput]) -> Lossless:
         """Compare greedy outputs with plain decoding, token by token; see `lossless`."""
+        self._tell(Regrets(tuple(Text(item.prompt_token_ids, item.token_ids) for item in outputs)))
         return check_lossless(self.engine.runner, outputs, self.dtype)
 
     def close(self) -> None:
         """Drop every request. A call that has not ended ends in a UsageError. The LLM can be used again.
 
-        From another thread than the call's, this waits for the step that runs.
+        From another thread than the call's, this waits for the step that runs. The processes of other ranks end, and
+        then the LLM cannot be used again.
         """
         with self.engine.lock:
             try:
@@ -240,6 +271,36 @@ class LLM:
                 self.engine.close_transfers()
             finally:
                 self._call = None
+                self._lose_others()
+
+    def _tell(self, message: Message) -> None:
+        """Let the processes of other ranks make a call, too."""
+        if self._others is not None:
+            try:
+                self._others.say(message)
+            except DFlashError:  # a rank has ended since the last call
+                self._lose_others()
+                raise
+
+    @contextmanager
+    def _closing_on_failure(self) -> Iterator[None]:
+        """Run a call, and end the processes of other ranks if it leaves them in a step, or with other results."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, DFlashError) or not self.engine.is_whole or self.engine.failure is not None:
+                self._lose_others()
+            raise
+
+    def _lose_others(self) -> None:
+        """End the processes of other ranks, without which no step runs."""
+        if self._others is not None:
+            self._end_others()
+            if hasattr(self, "engine"):
+                self.engine.failure = self.engine.failure or DFlashError(
+                    "this LLM is closed: the processes of its other GPUs have ended", id="llm-closed",
+                    hint="load the pair again",
+                )  # fmt: skip
 
     def _prepare(
         self,
@@ -251,6 +312,12 @@ class LLM:
         """The requests of a call that has begun, and its refused prompts. Opens the call's hand-offs."""
         prompts = _listed(prompts)
         params = _params_of(prompts, params)
+        if handoffs is not None and self.pair.placement.ranks.size > 1:
+            raise UnsupportedError(
+                "hand-offs need the KV of all heads, and each GPU has its own heads",
+                id="handoffs-on-ranks", field="tensor_parallel_size", found=self.pair.placement.ranks.size,
+                hint=f"leave out {OPTION}",
+            )  # fmt: skip
         if handoffs is None and self._store is not None:
             handoffs = HandoffPlan.of_store(self._store, len(prompts))
         if handoffs is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 KINDS = {
+    "sums over GPUs": r"nccl|all_reduce|all_gather",
     "recurrent layers": r"delta_|recent_conv|keep_rows|gated_norm|output_gate",
     "attention": r"attention|attend|flash|fmha|combine",
     "matrix products": r"gemm|gemv|nvjet|xmma|cutlass|cublas|splitk|matmul|linear|product|sum_parts|markov",

@@ -21,8 +21,10 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.qwen3_5_moe import Qwen35MoeTarget
-from dflash_runtime.models.target import target_families
+from dflash_runtime.models.target import family_cuts, target_families
+from dflash_runtime.models.target_shares import share_config
 from dflash_runtime.models.weights import stack_projections
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.limits import Limits
 
 BLOCK = 16
@@ -327,13 +329,19 @@ def log_uniform(levels: Tensor, shortest: int, longest: int) -> list[int]:
     return [round(shortest * (longest / shortest) ** level) for level in levels.tolist()]
 
 
-def build_pair(shape: Shape, max_model_len: int, device: torch.device) -> RandomPair:
-    """A random pair: bfloat16 and Triton on a GPU, float32 and reference kernels on the CPU."""
+def build_pair(shape: Shape, max_model_len: int, device: torch.device, ranks: Ranks = ALONE) -> RandomPair:
+    """A random pair: bfloat16 and Triton on a GPU, float32 and reference kernels on the CPU.
+
+    Of several ranks, each has its share of the weights that one rank would have.
+    """
     dtype = run_dtype(device)
-    placement = Placement(device, dtype, pick_kernels("auto", device, dtype), max_model_len + BLOCK)
-    target_config, draft_config = model_configs(shape)
-    family = family_of(shape)
-    own, draft_own = drawn_weights(shape, placement)
+    kernels = pick_kernels("auto", device, dtype)
+    placement = Placement(device, dtype, kernels, max_model_len + BLOCK, ranks=ranks)
+    whole, draft_config = model_configs(shape)
+    target_config, family = share_config(whole, ranks.size), family_of(shape)
+    drawn, draft_own = drawn_weights(shape, placement)
+    cuts = family_cuts(family, whole, ranks) if ranks.size > 1 else {}
+    own = ((name, cuts[name].of(tensor).contiguous() if name in cuts else tensor) for name, tensor in drawn)
     arrange = getattr(family, "arrange", lambda _, tensor: tensor)
     arranged = ((name, arrange(name, tensor)) for name, tensor in own)
     target_weights = stack_projections(stack_experts(arranged, family.expected_shapes(target_config)))

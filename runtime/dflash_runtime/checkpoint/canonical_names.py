@@ -6,7 +6,7 @@ no tensor data. A conversion copies these ranges, and the runtime loads them.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, canonical_name, find_stored_rows
@@ -53,6 +53,11 @@ class CanonicalCheckpoint(Checkpoint):
                 self._stored_rows = find_stored_rows(self._config, shapes, path=self.path)
             self._tensors = {name: _slice(name, stored[at.stored], at.rows) for name, at in self._stored_rows.items()}
         return self._tensors
+
+    @property
+    def naming(self) -> Literal["split", "renamed", "stored"]:
+        """How tensors get their names: fused ones are split by the config, or all are renamed, or stored names stay."""
+        return "split" if self._config is not None else "renamed" if self._is_renamed else "stored"
 
     def _name_of(self, stored: str) -> str:
         return canonical_name(stored) if self._is_renamed else stored

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_runtime.checkpoint.gguf import refuse_gguf
 from dflash_runtime.checkpoint.layout import StoredRows
@@ -66,6 +66,14 @@ class TensorInfo:
     @property
     def is_floating(self) -> bool:
         return self.dtype.startswith(("F", "BF"))
+
+
+class TensorCut(Protocol):
+    """A part of a tensor."""
+
+    def of(self, tensor: Any) -> "torch.Tensor":
+        """Read the part of a tensor that safetensors has opened."""
+        ...
 
 
 class Checkpoint:
@@ -134,8 +142,10 @@ class Checkpoint:
         """Read one tensor to the CPU in its stored dtype."""
         return next(tensor for _, tensor in self.load_many([name]))
 
-    def load_many(self, names: list[str], device: str = "cpu") -> "Iterator[tuple[str, torch.Tensor]]":
-        """Read tensors to a device file by file, and open each file once.
+    def load_many(
+        self, names: list[str], device: str = "cpu", cuts: "Mapping[str, TensorCut] | None" = None
+    ) -> "Iterator[tuple[str, torch.Tensor]]":
+        """Read tensors to a device file by file, and open each file once. Of a tensor in `cuts`, read only that part.
 
         Files are mapped into memory: a GPU copies from the mapping, and the host holds no copy of a tensor.
         """
@@ -148,7 +158,8 @@ class Checkpoint:
             try:
                 with safe_open(file, framework="pt", device=device) as reader:
                     for name in members:
-                        yield name, self._read(reader, name)
+                        cut = None if cuts is None else cuts.get(name)
+                        yield name, self._read(reader, name) if cut is None else cut.of(reader.get_slice(name))
             except SafetensorError as error:
                 raise CheckpointError(str(error), id="safetensors-unreadable", path=file) from error
 

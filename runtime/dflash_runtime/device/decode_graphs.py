@@ -72,7 +72,12 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, decode: Callable[[Tensor, StepMode], tuple[Tensor, ...]], max_requests: int, device: torch.device
+        self,
+        decode: Callable[[Tensor, StepMode], tuple[Tensor, ...]],
+        max_requests: int,
+        device: torch.device,
+        *,
+        is_shared: bool = False,
     ) -> None:
         # Graphs do not keep their runner alive, so its KV is freed with the last reference to the runner.
         self._decoder = WeakMethod(decode)
@@ -82,7 +87,7 @@ class DecodeGraphs:
         self._pool: Any = None  # torch gives the type of a handle no public name
         # None after a capture without enough memory. Those steps run uncaptured.
         self._graphs: dict[tuple[int, StepMode], DecodeGraph | None] = {}
-        self._memory = GraphMemory(device)
+        self._memory = GraphMemory(device, is_shared=is_shared)
 
     @property
     def shortage(self) -> Notice | None:

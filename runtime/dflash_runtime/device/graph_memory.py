@@ -13,10 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class GraphMemory:
-    """Whether the device memory held all CUDA graphs of one kind."""
+    """Whether the device memory held all CUDA graphs of one kind.
 
-    def __init__(self, device: torch.device) -> None:
+    With `is_shared`, other ranks capture the same steps, and a capture that fails on one of them is an error.
+    """
+
+    def __init__(self, device: torch.device, *, is_shared: bool = False) -> None:
         self._device = device
+        self._is_shared = is_shared
         self.shortage: Notice | None = None
 
     @contextmanager
@@ -26,7 +30,7 @@ class GraphMemory:
             yield
         except Exception as error:
             # After a failed capture, ending the capture fails too. The first error is then the context of the second.
-            if not any(map(is_out_of_memory, (error, error.__context__))):
+            if self._is_shared or not any(map(is_out_of_memory, (error, error.__context__))):
                 raise
             logger.info("out of memory during a capture: %s", slower)
             if self.shortage is None:

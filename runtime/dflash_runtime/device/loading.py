@@ -18,17 +18,20 @@ from dflash_runtime.device.memory import Fit, WeightBytes
 from dflash_runtime.device.settings import (
     apply_exclusions,
     can_capture,
-    resolve_device,
+    device_of,
     resolve_dtype,
     resolve_kernels,
     resolve_limits,
 )
+from dflash_runtime.device.splitting import check_split
 from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes
+from dflash_runtime.models.target_shares import share_config
 from dflash_runtime.models.weights import Weights, native_bytes, plain_weights
 from dflash_runtime.notices import Notice
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -99,24 +102,29 @@ class LoadedPair:
         return replace(self, draft=None, draft_weights=None, limits=replace(self.limits, num_draft_tokens=0))
 
 
-def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfig | None = None) -> LoadedPair:
-    """Resolve the config, refuse a pair that cannot run, then load the weights.
+def load_pair(
+    target: TargetSource, draft: DraftLike | None, config: EngineConfig | None = None, ranks: Ranks = ALONE
+) -> LoadedPair:
+    """Resolve the config, refuse a pair that cannot run, then load the weights, of several ranks this rank's share.
 
     Without a draft, or with `num_draft_tokens` 0, the target decodes plainly.
 
     Raises:
         PairMismatch: the draft was not made for the target.
-        UsageError: the config asks for more draft tokens than the draft was trained for, or for an unknown device.
+        UsageError: the config asks for more draft tokens than the draft was trained for, for an unknown device, or for
+            another number of ranks.
         UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
         CapacityError: memory does not hold the pair, according to the sizes in its headers.
     """
     config = config or EngineConfig()
+    check_split(target, config, ranks)
     runtime, target_config = find_target_runtime(target, config.wanted_runtime)
+    target_config = share_config(target_config, ranks.size)
     quantization = read_quantization(target) if runtime != "native" else kept_packed(target)
     if draft is not None:
         draft.check_runnable()
         check_pair(draft, target)
-    device = resolve_device(config.device)
+    device = device_of(config.device, ranks.rank, ranks.size)
     dtype = resolve_dtype(config.dtype, device)
     kernels = resolve_kernels(config.kernels, device, dtype)
     limits = resolve_limits(config, target_config, draft.config if draft is not None else None, kernels)
@@ -124,11 +132,12 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
         draft = None
     # A block may begin on the model's last position, so rope tables are one block longer than the model.
     num_positions = limits.max_model_len + limits.num_lookahead_tokens
-    placement = Placement(device, dtype, kernels, num_positions, resolve_spread(config.device_map), config.module_swaps)
+    spread = resolve_spread(config.device_map)
+    placement = Placement(device, dtype, kernels, num_positions, spread, config.module_swaps, ranks)
     check_capability(kernels.name, target_config, draft.config if draft is not None else None, placement.dtype_name)
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
     fit = Fit(config, target_config, draft.config if draft is not None else None, limits, placement)
-    placement = fit.check(_weight_bytes(target, draft, dtype, runtime))
+    placement = fit.check(_weight_bytes(target, draft, dtype, runtime, ranks))
     digests = _digests(target, draft, begins=config.prefix_store is not None)
     started = time.perf_counter()
     loaded = load_target(target, placement, runtime)
@@ -164,13 +173,13 @@ def load_pair(target: TargetSource, draft: DraftLike | None, config: EngineConfi
 
 
 def _weight_bytes(
-    target: TargetSource, draft: DraftLike | None, dtype: torch.dtype, runtime: TargetRuntime
+    target: TargetSource, draft: DraftLike | None, dtype: torch.dtype, runtime: TargetRuntime, ranks: Ranks = ALONE
 ) -> WeightBytes:
     """Bytes of the weights to load, from the headers. Refuses malformed headers before a target is loaded.
 
     transformers reads a target into host memory first, and then moves it to a GPU.
     """
-    size = target_bytes(target, dtype, runtime)
+    size = target_bytes(target, dtype, runtime, ranks)
     owned = [draft.checkpoint.tensors[name] for name in owned_tensors(draft)] if draft is not None else []
     return WeightBytes(size, native_bytes(owned, dtype), passing=size if runtime != "native" else 0)
 

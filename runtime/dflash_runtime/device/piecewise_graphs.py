@@ -257,6 +257,8 @@ class PiecewiseGraphs:
         cache: KVCache,
         max_rows: int,
         recorder: Recorder | None = None,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self._target, self._taps, self._kernels, self._cache = target, taps, kernels, cache
         self._device = cache.pages.device
@@ -265,7 +267,7 @@ class PiecewiseGraphs:
         self._buffers: Buffers | None = None
         # None after a capture without enough memory. Those forwards run uncaptured.
         self._captured: dict[int, Pieces | None] = {}
-        self._memory = GraphMemory(self._device)
+        self._memory = GraphMemory(self._device, is_shared=is_shared)
 
     @property
     def shortage(self) -> Notice | None:

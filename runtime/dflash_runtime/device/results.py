@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.step_rows import NUM_FIELDS
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.batch import Batch, Chunk, StepOutput
 from dflash_runtime.scheduling.request import Request
 
@@ -40,10 +41,9 @@ class PendingForward:
             event.record()
         return cls(arriving, event, batch.chunks, batch.num_rows, batch.verify_width)
 
-    def read(self) -> list[tuple[Request, StepOutput]]:
-        """Wait for the step, and unpack its results."""
-        if self.event is not None:
-            self.event.synchronize()
+    def read(self, ranks: Ranks = ALONE) -> list[tuple[Request, StepOutput]]:
+        """Wait for the step, and unpack its results. Raises the errors of `Ranks.wait`."""
+        ranks.wait(self.event)
         return [
             (request, output)
             for requests, results in self.arriving

@@ -69,6 +69,7 @@ class Runner:
         self.kernels = pair.placement.kernels
         self.device = pair.placement.device
         self._placement = pair.placement
+        self.ranks = pair.placement.ranks
         self.page_size = page_size = pair.config.page_size
         self._walks = isinstance(pair.draft, WalkingDraft)
         self.samples_drafts = pair.config.draft_sampling == "probabilistic"
@@ -111,8 +112,15 @@ class Runner:
         self._prompt_stream: torch.cuda.Stream | None = None
         if pair.has_graphs:
             self._prompt_stream = torch.cuda.Stream(self.device, priority=-1)
-            self.graphs = DecodeGraphs(self._decode, self.limits.max_num_requests, self.device)
-            self.pieces = PiecewiseGraphs(self.target, self._taps, self.kernels, self.target_kv, self.limits.max_rows)
+            is_shared = self.ranks.size > 1
+            self.graphs = DecodeGraphs(self._decode, self.limits.max_num_requests, self.device, is_shared=is_shared)
+            self.pieces = PiecewiseGraphs(
+                self.target, self._taps, self.kernels, self.target_kv, self.limits.max_rows, is_shared=is_shared
+            )
+
+    def drop_graphs(self) -> None:
+        """Free the captured steps. Later steps run uncaptured."""
+        self.graphs = self.pieces = None
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingForward | None:

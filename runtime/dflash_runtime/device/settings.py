@@ -51,6 +51,27 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def device_of(name: str, rank: int, size: int) -> torch.device:
+    """The device of one of `size` ranks: the GPU with the rank's number, or the CPU.
+
+    Raises:
+        UnsupportedError: there are fewer GPUs than ranks.
+        UsageError: the config names one GPU for several ranks.
+    """
+    device = resolve_device(name)
+    if size == 1 or device.type == "cpu":
+        return device
+    if ":" in name:
+        expected = f"cuda or auto: {size} ranks use {size} GPUs"
+        raise UsageError(field="device", found=name, expected=expected, hint="CUDA_VISIBLE_DEVICES chooses GPUs")
+    if torch.cuda.device_count() < size:
+        raise UnsupportedError(
+            id="too-few-gpus", field="tensor_parallel_size", found=size,
+            expected=f"at most {torch.cuda.device_count()}, the number of GPUs",
+        )  # fmt: skip
+    return resolve_device(f"cuda:{rank}")
+
+
 def _capability(device: torch.device) -> str:
     return ".".join(map(str, torch.cuda.get_device_capability(device)))
 

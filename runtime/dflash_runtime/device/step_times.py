@@ -61,10 +61,15 @@ def find_step_times(runner: Runner, observe: Observe = lambda num_done, total: N
     key = describe(runner)
     path = cache_directory() / f"{digest_value(key, digest_size=12)}.json"
     batches, widths = measured_batches(runner.limits.max_num_requests), widths_for(runner.limits.num_draft_tokens)
-    found = _read(path, key, batches, widths)
-    if found is None:
+    ranks = runner.ranks
+    found = _read(path, key, batches, widths) if ranks.rank == 0 else None
+    if not ranks.from_first(found is not None):  # all ranks take part in a measured step
         found = measure(runner, key, batches, widths, observe)
-        _write(path, found)
+        if ranks.rank == 0:
+            _write(path, found)
+    if ranks.size > 1:
+        found = from_json(MeasuredTimes, ranks.from_first(to_json(found)))
+    assert found is not None
     buckets = {bucket_of(count, batches[-1]) for count in range(1, batches[-1] + 1)}
     return StepTimes.between(found.ms, sorted(buckets), found.context_ms, found.draft_context_ms)
 
@@ -117,6 +122,7 @@ def describe(runner: Runner) -> dict[str, Any]:
         "max_num_requests": limits.max_num_requests,
         "max_model_len": limits.max_model_len,
         "page_size": runner.page_size,
+        "ranks": runner.ranks.size,
     }
 
 

@@ -4,7 +4,7 @@ Axis letters: T flat rows, F feature width.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.layers import Attend, DecoderLayer, DecoderStack, LayerReader, Linear
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.split_ends import SplitEmbedding, SplitHead, padded_rows
 from dflash_runtime.models.weights import Weights, find_matrix
 
 PREFIX = "model."
@@ -34,15 +35,29 @@ class DecoderTarget:
     def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
         self.config = config
         prefix = self.prefix(config)
-        self.embedding = weights[f"{prefix}embed_tokens.weight"]
-        head = self.embedding if config.tie_word_embeddings else find_matrix(weights, "lm_head")
-        self.head = Linear(head, kernels=placement.kernels)
-        self._decoder = type(self).stack(weights, prefix, config, placement, type(self).read_layer)
+        rows, ranks = weights[f"{prefix}embed_tokens.weight"], placement.ranks
+        self.embedding = rows
+        head = rows if config.tie_word_embeddings else find_matrix(weights, "lm_head")
+        if ranks.size > 1:
+            split = SplitEmbedding(rows, config.vocab_size, ranks)
+            self.embedding = cast(Tensor, split)
+            assert isinstance(head, Tensor), "a head is never in FP8"
+            is_tied = config.tie_word_embeddings
+            head = split.own_rows if is_tied else padded_rows(head, config.vocab_size, ranks)
+        self.head = self.make_head(Linear(head, kernels=placement.kernels), config)
+        if ranks.size > 1:
+            self.head = SplitHead.around(self.head, config.vocab_size, ranks)
+        self._decoder = type(self).stack(weights, prefix, config, placement, type(self).read_layer, ranks)
 
     @classmethod
     def prefix(cls, config: TargetConfig) -> str:
         """Return the prefix of the decoder's tensors."""
         return PREFIX
+
+    @classmethod
+    def make_head(cls, head: Linear, config: TargetConfig) -> Linear:
+        """Return the head that multiplies with the weight of `head`."""
+        return head
 
     @property
     def follows_from_shapes(self) -> bool:
@@ -89,6 +104,16 @@ class DecoderTarget:
     def mixer_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:
         """Return the tensors between a layer's first norm and its residual, by their names in the layer."""
         return cls.attention_shapes(config)
+
+    @classmethod
+    def joined_parts(cls, config: TargetConfig, name: str) -> tuple[int, ...] | None:
+        """Return the widths of the parts that a tensor joins along the axis that ranks split; None for one part."""
+        if name.endswith("experts.gate_up_proj") and config.experts is not None:
+            return (config.experts.intermediate_size,) * 2
+        if name.endswith(("in_proj_qkv.weight", "conv1d.weight")) and config.recurrence is not None:
+            own = config.recurrence
+            return own.keys_width, own.keys_width, own.values_width
+        return None
 
     @classmethod
     def attention_shapes(cls, config: TargetConfig) -> dict[str, Shape]:

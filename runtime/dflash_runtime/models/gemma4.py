@@ -27,6 +27,7 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.rope import RopeTable
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.models.weights import Weights, with_wide_norms
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 EXPERT_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
@@ -81,20 +82,28 @@ class GemmaLayer:
         """See `models.target.Target`."""
         return self.beside is None or self.beside.experts.follows_from_shapes
 
-    def feed_forward(self, normed: Tensor) -> tuple[Tensor, Beside | None]:
+    def feed_forward(self, normed: Tensor, ranks: Ranks) -> tuple[Tensor, Beside | None]:
         """Normalised rows [N, T, hidden] -> parts of the feed-forward's output, and the output of the experts."""
         if self.beside is None:
-            return self.mlp(normed[0]), None
+            return ranks.total(self.mlp(normed[0])), None
         own = self.beside
-        return self.mlp(normed[0]), Beside(own.experts.compute(normed[1], normed[2]), own.dense_norm, own.norm)
+        experts = ranks.total(own.experts.compute(normed[1], normed[2]))
+        return ranks.total(self.mlp(normed[0])), Beside(experts, own.dense_norm, own.norm)
 
 
 class GemmaStack(DecoderStack):
     """The layers of a Gemma 4 decoder, with a rope for each kind of layer."""
 
     def __init__(
-        self, weights: Weights, prefix: str, config: TargetConfig, placement: Placement, read_layer: object = None
+        self,
+        weights: Weights,
+        prefix: str,
+        config: TargetConfig,
+        placement: Placement,
+        read_layer: object = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         kernels, layers = placement.kernels, range(config.num_layers)
         self.gemma_layers = [GemmaLayer.read(weights, f"{prefix}layers.{index}", config, kernels) for index in layers]
         names = [*(f"layers.{index}.{NORMS[0]}" for index in layers), "norm"]
@@ -130,9 +139,9 @@ class GemmaStack(DecoderStack):
             mixed = layer.attention(index, normed, *turns[layer.kind], attend)
             if index == last and kept is not None:
                 mixed, residual = mixed[kept], residual[kept]
-            parts = layer.attention.output.parts(mixed)
+            parts = self.ranks.total(layer.attention.output.parts(mixed))
             inputs, residual = join(parts, residual, layer.attention_norm, layer.outer, norm.eps)
-            parts, beside = layer.feed_forward(inputs)
+            parts, beside = layer.feed_forward(inputs, self.ranks)
             ahead, residual = join(parts, residual, layer.mlp_norm, norm.weight[None], norm.eps, layer.scale, beside)
             normed = ahead[0]
             if index in taps:
@@ -152,8 +161,6 @@ class Gemma4Target(DecoderTarget):
 
     def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
         super().__init__(config, with_wide_norms(weights), placement)
-        assert config.gemma is not None
-        self.head: Linear = ScaledHead(self.head.weight, kernels=placement.kernels, cap=config.gemma.logit_cap)
         # transformers rounds the factor to the model's dtype.
         self._scale = torch.tensor(self.embedding_scale, dtype=placement.dtype, device=placement.device)
 
@@ -165,6 +172,11 @@ class Gemma4Target(DecoderTarget):
     @classmethod
     def prefix(cls, config: TargetConfig) -> str:
         return PREFIX if config.nested_in is None else f"{PREFIX}language_model."
+
+    @classmethod
+    def make_head(cls, head: Linear, config: TargetConfig) -> Linear:
+        assert config.gemma is not None
+        return ScaledHead(head.weight, kernels=head.kernels, cap=config.gemma.logit_cap)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.embedding[token_ids] * self._scale

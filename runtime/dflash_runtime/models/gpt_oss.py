@@ -53,6 +53,10 @@ class GptOssTarget(DecoderTarget):
         return arrange_scales(tensor) if name.endswith("_scales") else tensor.contiguous()
 
     @classmethod
+    def joined_parts(cls, config: TargetConfig, name: str) -> tuple[int, ...] | None:
+        return None  # rows of gate and up alternate
+
+    @classmethod
     def mixer_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:
         return {**cls.attention_shapes(config), "self_attn.sinks": (config.num_heads,)}
 

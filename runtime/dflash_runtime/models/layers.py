@@ -4,7 +4,7 @@ Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F i
 """
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -23,6 +23,7 @@ from dflash_runtime.models.experts import Experts
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.rope import RopeTable
 from dflash_runtime.models.weights import Matrix, Weights, find_matrix, rows_between
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 
 
 class Attend(Protocol):
@@ -232,11 +233,15 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Mixer and feed-forward on a residual stream, each after a norm. The caller applies the first norm."""
+    """Mixer and feed-forward on a residual stream, each after a norm. The caller applies the first norm.
+
+    Each of `ranks` computes a part of both outputs, and the ranks add the parts up.
+    """
 
     mixer: Mixer
     mlp: MLP | Experts
     mlp_norm: RMSNorm
+    ranks: Ranks = ALONE
 
     @classmethod
     def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "DecoderLayer":
@@ -276,8 +281,8 @@ class DecoderLayer:
         mixed = self.mixer(layer, normed, cos, sin, attend)
         if wanted is not None:
             mixed, residual = mixed[wanted], residual[wanted]
-        normed, residual = self.mlp_norm.add(self.mixer.output.parts(mixed), residual)
-        return self.mlp(normed), residual
+        normed, residual = self.mlp_norm.add(self.ranks.total(self.mixer.output.parts(mixed)), residual)
+        return self.ranks.total(self.mlp(normed)), residual
 
 
 LayerReader = Callable[[Weights, str, TargetConfig | DraftConfig, Kernels], DecoderLayer]
@@ -304,7 +309,10 @@ def read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, ke
 
 
 class DecoderStack:
-    """The layers between an embedding and a head, with rope, each layer's input norm, and the final norm."""
+    """The layers between an embedding and a head, with rope, each layer's input norm, and the final norm.
+
+    `ranks` are the ranks that share the layers. A draft is whole on every rank.
+    """
 
     def __init__(
         self,
@@ -313,9 +321,11 @@ class DecoderStack:
         config: TargetConfig | DraftConfig,
         placement: Placement,
         read_layer: LayerReader = DecoderLayer.read,
+        ranks: Ranks = ALONE,
     ) -> None:
         kernels, layers = placement.kernels, range(config.num_layers)
-        self.layers = [read_layer(weights, f"{prefix}layers.{index}", config, kernels) for index in layers]
+        read = (read_layer(weights, f"{prefix}layers.{index}", config, kernels) for index in layers)
+        self.layers = [replace(layer, ranks=ranks) for layer in read]
         names = [*(f"layers.{index}.input_layernorm" for index in layers), "norm"]
         self.norms = [RMSNorm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps, kernels) for name in names]
         rotary_dim = config.rotary_dim if isinstance(config, TargetConfig) else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dflash_kernels.suite import Kernels
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Placement:
     """The device, dtype and kernels of a run. Rope tables cover positions `[0, num_positions)`.
 
     With `spread` a target's weights may be on other devices. Its KV and its outputs are on `device`. With `has_swaps`
-    our kernels compute modules of a hosted target where they agree with transformers' code.
+    our kernels compute modules of a hosted target where they agree with transformers' code. `ranks` share the target.
     """
 
     device: torch.device
@@ -37,6 +38,7 @@ class Placement:
     num_positions: int
     spread: Spread | None = None
     has_swaps: bool = True
+    ranks: Ranks = ALONE
 
     @property
     def dtype_name(self) -> str:

@@ -8,9 +8,9 @@ Axis letters: T flat rows, F feature width (taps x hidden), V vocabulary.
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +35,10 @@ from dflash_runtime.models.hosted_quantization import quantised_bytes
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.own_cache import load_own_cache
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.target_shares import OPTION, Cut, cut_info, cut_tensors, share_config
 from dflash_runtime.models.text_part import text_tensors
 from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes, native_bytes
+from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.registry import Registry
 
 
@@ -45,7 +47,7 @@ class TargetEnds(Protocol):
 
     @property
     def embedding(self) -> Tensor:
-        """[V, hidden]."""
+        """[V, hidden]. Of a target on several ranks, a `SplitEmbedding`, which only looks up rows."""
         ...
 
     @property
@@ -159,10 +161,11 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
     found, config = find_target_runtime(source, runtime)
     if found != "native":
         return try_target(source, placement, found)
-    family = target_families()[config.model_type]
+    family, ranks = target_families()[config.model_type], placement.ranks
     arrange = getattr(family, "arrange", None)
-    weights = load_weights(source.checkpoint, target_shapes(source), placement, arrange=arrange)
-    return family(config, weights, placement)
+    cuts = target_cuts(source, ranks)
+    weights = load_weights(source.checkpoint, target_shapes(source), placement, arrange=arrange, cuts=cuts)
+    return family(share_config(config, ranks.size), weights, placement)
 
 
 def try_target(source: TargetSource, placement: Placement, runtime: TargetRuntime) -> Target:
@@ -180,8 +183,39 @@ def try_target(source: TargetSource, placement: Placement, runtime: TargetRuntim
         return load_own_cache(source, config, placement)
 
 
-def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntime) -> int:
-    """Return the bytes of a target's weights after loading, from the headers."""
+def target_cuts(source: TargetSource, ranks: Ranks) -> dict[str, Cut]:
+    """Return the cut of each tensor that this rank loads in part, of a native target.
+
+    Raises:
+        UnsupportedError: the ranks do not divide the target; see `share_config`. Or the family does not run on several
+            ranks.
+    """
+    if ranks.size == 1:
+        return {}
+    config = _native_config(source)
+    family: Any = target_families()[config.model_type]
+    if not hasattr(family, "joined_parts"):
+        raise UnsupportedError(
+            id="family-on-one-rank", path=source.checkpoint.config_path, field="model_type", found=config.model_type,
+            expected="a family that runs on several GPUs", hint=f"leave out {OPTION}",
+        )  # fmt: skip
+    return family_cuts(family, config, ranks, source.checkpoint.tensors)
+
+
+def family_cuts(family: Any, config: TargetConfig, ranks: Ranks, stored: Iterable[str] = ()) -> dict[str, Cut]:
+    """Return the cut of each tensor that this rank has in part.
+
+    `config` is the whole target's. `stored` are the names of the checkpoint's tensors, which may have fused experts.
+    """
+    whole, own = (
+        with_fused_experts(family.expected_shapes(item), stored) for item in (config, share_config(config, ranks.size))
+    )
+    parts = {name: found for name in whole if (found := family.joined_parts(config, name)) is not None}
+    return cut_tensors(whole, own, ranks, parts)
+
+
+def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntime, ranks: Ranks = ALONE) -> int:
+    """Return the bytes of a target's weights after loading, from the headers. Of several ranks, of this one."""
     tensors = source.checkpoint.tensors
     if runtime != "native":
         quantization, tensors = read_quantization(source), text_tensors(tensors.values())
@@ -190,7 +224,8 @@ def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntim
             if quantization is None
             else quantised_bytes(quantization, tensors, dtype)
         )
-    return native_bytes((tensors[name] for name in target_shapes(source)), dtype)
+    cuts = target_cuts(source, ranks)
+    return native_bytes((cut_info(tensors[name], cuts.get(name)) for name in target_shapes(source)), dtype)
 
 
 def target_shapes(source: TargetSource) -> Shapes:

@@ -19,6 +19,7 @@ from dflash_runtime.checkpoint.fp8_format import E4M3, Fp8Format, Fp8Names, fp8_
 from dflash_runtime.checkpoint.layout import FUSED
 from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.target_shares import Cut, cut_info, cut_scales
 
 Weights = Mapping[str, Tensor]
 Arrange = Callable[[str, Tensor], Tensor]
@@ -46,19 +47,27 @@ def load_weights(
     placement: Placement,
     as_stored: str | None = None,
     arrange: Arrange | None = None,
+    cuts: Mapping[str, Cut] | None = None,
 ) -> Weights:
     """Read tensors onto the device, convert floating point tensors to the dtype of the run, and stack projections.
 
     The device converts, which costs the host neither time nor memory. Tensors with the prefix `as_stored` keep their
     dtype, and matrices in FP8 keep theirs and get their scales. With `arrange` each tensor is arranged before the next
-    one is read: memory may not hold all of them twice.
+    one is read: memory may not hold all of them twice. Of tensors in `cuts` only these parts are read.
+
+    Raises:
+        UnsupportedError: a part of a matrix in FP8 ends inside a block with one scale.
     """
-    wanted = list(names)
+    wanted, parts = list(names), cuts or {}
     scaled, form = fp8_matrices(checkpoint, wanted), read_fp8_format(checkpoint)
     scales = _load_scales(checkpoint, scaled.values(), placement)
+    for name, names_of_scales in scaled.items():
+        if name in parts and form is not None:
+            whole, own = checkpoint.tensors[name], names_of_scales.scales
+            scales[own] = cut_scales(scales[own], parts[name], whole, form)
 
     def loaded() -> Iterator[tuple[str, Matrix]]:
-        for name, tensor in checkpoint.load_many(wanted, str(placement.device)):
+        for name, tensor in checkpoint.load_many(wanted, str(placement.device), parts):
             if form is not None and name in scaled:
                 yield name, _fp8_weight(tensor, scaled[name], scales, form)
                 continue
@@ -66,7 +75,7 @@ def load_weights(
             read = tensor if is_stored else tensor.to(placement.dtype)
             yield name, read if arrange is None else arrange(name, read)
 
-    shapes = {name: checkpoint.tensors[name].shape for name in wanted}
+    shapes = {name: cut_info(checkpoint.tensors[name], parts.get(name)).shape for name in wanted}
     return stack_projections(stack_experts(loaded(), shapes))
 
 

@@ -1,0 +1,283 @@
+"""The processes of ranks 1 and up, seen from rank 0: start them, send them calls, notice their end, and end them."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from secrets import randbits
+
+import torch
+
+from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint
+from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.settings import device_of
+from dflash_runtime.device.splitting import check_split
+from dflash_runtime.engine import StopAt
+from dflash_runtime.errors import DFlashError, PeerUnreachable
+from dflash_runtime.rank_messages import (
+    DraftSpec,
+    Joining,
+    Message,
+    RankFailure,
+    RankSpec,
+    Stop,
+    Stopping,
+    from_line,
+    to_line,
+)
+from dflash_runtime.ranks.exchanges import join, leave, open_store
+from dflash_runtime.ranks.rank_group import ENDED, Ranks, current_event
+
+MODULE = "dflash_runtime.rank_main"
+
+ENDING_S = 5.0
+"""Seconds that a process has to end by itself."""
+
+START_S = 600.0
+"""Seconds until all processes must have imported torch and read the headers of the pair."""
+
+FIRST_S = 1.0
+"""Seconds that a process which ended without a reason waits for the reason of another one."""
+
+SETTLE_S = 10.0
+"""Seconds that queued steps may take before the processes end anyway."""
+
+STUCK_S = 20.0
+"""Seconds after which this process ends if it does not notice that another rank has ended: its GPU waits for ever."""
+
+KEPT_LINES = 20
+
+logger = logging.getLogger(__name__)
+
+
+class RankProcesses:
+    """The processes of all ranks but this one, which is rank 0. `ranks` is the group that all have joined.
+
+    `on_close` gets functions that free captured steps, which must not outlive the group.
+
+    Raises:
+        UnsupportedError, UsageError: see `check_split`.
+        DFlashError: a process cannot start, or cannot read the pair.
+    """
+
+    def __init__(self, target: TargetSource, draft: DraftLike | None, config: EngineConfig) -> None:
+        check_split(target, config)
+        size = config.tensor_parallel_size
+        self.config = config if config.seed is not None else replace(config, seed=randbits(63))
+        self._loss: DFlashError | None = None
+        self._is_lost, self.is_closing = threading.Event(), False
+        self._watch: threading.Timer | None = None
+        self._lock = threading.Lock()
+        self.on_close: list[Callable[[], object]] = []
+        self._device, store = device_of(config.device, 0, size), open_store()
+        spec = RankSpec(
+            rank=1, port=store.port, target=str(target.checkpoint.path.resolve()), draft=_draft_spec(draft),
+            config=self.config, num_threads=max(1, torch.get_num_threads() // size),
+        )  # fmt: skip
+        self._others = [_RankProcess(self, replace(spec, rank=rank)) for rank in range(1, size)]
+        try:
+            self._hear_all(Joining)
+            self.ranks: Ranks = join(0, size, self._device, store, config.all_reduce, self._explain)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """The numbers of the processes."""
+        return [item.pid for item in self._others]
+
+    def say(self, message: Message) -> None:
+        """Send a call to every rank.
+
+        Raises:
+            DFlashError: a rank has ended.
+        """
+        if self._loss is not None:
+            raise self._loss
+        for item in self._others:
+            item.say(message)
+
+    def stop(self, at: StopAt) -> None:
+        """Tell every rank the last step of a run, and wait until all know it.
+
+        Raises:
+            DFlashError: a rank has ended.
+        """
+        self.say(Stop(at.run, at.step))
+        self._hear_all(Stopping)
+
+    def close(self) -> None:
+        """End the processes, after the steps that this GPU has queued: it would wait for the others for ever."""
+        is_settled = self._is_settled()
+        with self._lock:
+            self.is_closing = True
+        for item in self._others:
+            item.end()
+        for item in self._others:
+            item.join()
+        for free in self.on_close if is_settled else ():
+            free()
+        leaving = threading.Thread(target=leave, args=(self._device,), name="rank-leaving", daemon=True)
+        leaving.start()
+        leaving.join(ENDING_S)  # it may wait for a GPU that waits for a lost rank
+        if self._watch is not None and (is_settled or self._is_settled()):
+            self._watch.cancel()
+        elif self._watch is not None:
+            signal.setitimer(signal.ITIMER_REAL, 2 * STUCK_S)  # the system ends a process that does not end by itself
+
+    def _is_settled(self) -> bool:
+        """Whether this rank's device has ended its work, or ends it soon."""
+        if self._device.type == "cpu":
+            return True
+        try:
+            Ranks(0, len(self._others) + 1, explain=self._explain).wait(current_event(self._device), SETTLE_S)
+        except DFlashError:
+            return False
+        return True
+
+    def lose(self, reason: DFlashError) -> None:
+        """Note that a rank has ended, and end the others, which would wait for it."""
+        with self._lock:
+            if self.is_closing or self._is_lost.is_set():
+                return
+            self._loss = reason
+            self._watch = threading.Timer(STUCK_S, _end_process, [reason])
+            self._watch.daemon = True
+            self._watch.start()
+            self._is_lost.set()  # last: the main thread then closes, and cancels the timer
+        for item in self._others:
+            item.kill()
+
+    @property
+    def is_lost(self) -> threading.Event:
+        """Set when a rank has ended."""
+        return self._is_lost
+
+    def _explain(self, timeout_s: float) -> DFlashError | None:
+        """See `ranks.rank_group.Explain`."""
+        self._is_lost.wait(timeout_s)
+        return self._loss
+
+    def _hear_all(self, kind: type[Message]) -> None:
+        """Wait for an answer of this kind from every process."""
+        for item in self._others:
+            for answer in item.answers(START_S):
+                if isinstance(answer, kind):
+                    break
+            else:
+                raise self._explain(ENDING_S) or PeerUnreachable(f"rank {item.rank} does not answer", id=ENDED)
+
+
+class _RankProcess:
+    """The process of one rank. Its stderr is logged."""
+
+    def __init__(self, owner: RankProcesses, spec: RankSpec) -> None:
+        self.rank = spec.rank
+        self._owner = owner
+        self._answers: SimpleQueue[Message | None] = SimpleQueue()
+        self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # Ctrl-C reaches rank 0 alone, which then ends this process
+        )
+        self._log = threading.Thread(target=self._read_log, name=f"rank-{self.rank}-log", daemon=True)
+        self._reader = threading.Thread(target=self._read, name=f"rank-{self.rank}-answers", daemon=True)
+        self._log.start()
+        self._reader.start()
+        self.say(spec)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def say(self, message: Message) -> None:
+        """Send a message. Does nothing if the process has ended."""
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):
+            self._process.stdin.write(to_line(message))
+            self._process.stdin.flush()
+
+    def answers(self, timeout_s: float) -> Iterator[Message]:
+        """Answers until the process ends, or until none comes in time."""
+        with suppress(Empty):
+            while (answer := self._answers.get(timeout=timeout_s)) is not None:
+                yield answer
+
+    def end(self) -> None:
+        """Let the process end."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+
+    def join(self) -> None:
+        """Wait for the end of the process, and close its pipes."""
+        try:
+            self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread, stream in ((self._reader, self._process.stdout), (self._log, self._process.stderr)):
+            if thread is not threading.current_thread():
+                thread.join(ENDING_S)
+            if stream is not None and not thread.is_alive():
+                stream.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = from_line(line)
+            if isinstance(answer, RankFailure):
+                self._owner.lose(answer.to_error(self.rank))
+            self._answers.put(answer)
+        self._log.join(ENDING_S)
+        self._answers.put(None)
+        if not self._owner.is_closing and not self._owner.is_lost.wait(FIRST_S):
+            reason = f"rank {self.rank} has ended: {self._last_words()}"
+            self._owner.lose(PeerUnreachable(reason, id=ENDED))
+
+    def _read_log(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._last_lines.append(line.rstrip())
+            logger.info("rank %d: %s", self.rank, line.rstrip())
+
+    def _last_words(self) -> str:
+        """The signal that ended the process, or the last line that it wrote."""
+        code = self._process.wait()
+        if code < 0:
+            return f"signal {-code}"
+        return self._last_lines[-1] if self._last_lines else f"exit code {code}"
+
+
+def _draft_spec(draft: DraftLike | None) -> DraftSpec | None:
+    if draft is None:
+        return None
+    checkpoint, names = draft.checkpoint, "stored"
+    if isinstance(checkpoint, CanonicalCheckpoint):
+        names = checkpoint.naming
+    return DraftSpec(path=str(checkpoint.path.resolve()), config=draft.config, names=names)
+
+
+def _end_process(reason: DFlashError) -> None:
+    """End this process. Its main thread waits for a GPU, and the GPU waits for a lost rank."""
+    logger.error("%s", reason.message)
+    os._exit(reason.exit_code)
