@@ -122,7 +122,7 @@ def _load_keys(
     if IS_FULL and HEAD_DIM == TILE_D:
         tile = tl.load(address)
     else:
-        tile = tl.load(address, mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0)
+        tile = tl.load(address, mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
     return from_cache(tile, dtype)
 
 
