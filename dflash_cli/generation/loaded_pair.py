@@ -143,6 +143,7 @@ class PairSession(OpenedPair):
             "device_map": pair.config.device_map,
             "target_quantization": pair.target_quantization,
             **({} if pair.rounding is None else {"rounding": pair.rounding}),
+            **({"kv_dtype": pair.config.kv_dtype} if pair.placement.has_fp8_pages else {}),
             **({} if pair.recurrent_rows is None else {"recurrent_rows": pair.recurrent_rows}),
             **({"module_swaps": pair.config.module_swaps} if pair.target_runtime == "transformers" else {}),
             **self.overrides.settings,

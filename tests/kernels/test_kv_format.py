@@ -259,7 +259,8 @@ def test_bytes_and_numbers_give_equal_results(monkeypatch: pytest.MonkeyPatch) -
 
     def outputs() -> list[Tensor]:
         stores = [torch.zeros(1, 16, 2, 128, device=DEVICE).to(FP8) for _ in range(2)]
-        stored = kv_store(kv[0, :, :2] * 50, kv[0, :, 2:], *stores, torch.arange(8, device=DEVICE), SCALES[1])
+        slots = torch.arange(8, device=DEVICE)
+        stored = kv_store(kv[0, :, :2] * 50, kv[0, :, 2:], stores[0], stores[1], slots, SCALES[1])
         attended = block_attention(
             query, keys, values, *caches, pages.page_table, pages.context_lens, is_causal=True, window=None,
             scales=SCALES[1],
