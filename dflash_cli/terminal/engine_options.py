@@ -31,7 +31,7 @@ class EngineOptions(DeviceOptions):
         Literal["auto", "fp8"],
         Option(
             group=ENGINE,
-            help="Number format of KV pages. fp8: 8-bit floats (e4m3), with the scales of the target's checkpoint if it "
+            help="Number format of KV pages. fp8: 8-bit floats (e4m3), with scales of the target's checkpoint if it "
             "has some; auto: the format of the models.",
         ),
     ] = "auto"  # fmt: skip
