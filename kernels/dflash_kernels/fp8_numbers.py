@@ -41,7 +41,7 @@ def as_bytes(numbers):
     """Round float32 numbers to e4m3, and return their bytes. Numbers above 448 become 448."""
     bits = as_fp8(numbers, tl.float32).to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    # Numbers below 2**-6 have no exponent: their byte counts steps of 2**-9.
+    # The byte of a number below 2**-6 counts steps of 2**-9.
     small = (size.to(tl.float32, bitcast=True) * 512.0).to(tl.int32)
     found = tl.where(size < 0x3C800000, small, (size >> 20) - 960)  # 960: the difference of the exponents' biases
     return (found | ((bits >> 24) & 0x80)).to(tl.uint8)

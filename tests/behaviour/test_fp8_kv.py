@@ -21,7 +21,7 @@ from dflash_cli.tuning.what_if import parse_what_ifs, rounded
 from dflash_kernels.fp8_weight import FP8
 from dflash_kernels.kv_format import UNSCALED, KVScales
 from dflash_kernels.kv_store import kv_store_ref
-from dflash_kernels.rope_store import rope_store_ref
+from dflash_kernels.rope_store import KVPlace, rope_store_ref
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.text_pages import read_features
@@ -84,9 +84,10 @@ def rounding_kernels(kernels: Kernels, scales: Mapping[int, KVScales], num_layer
         own = scales.get(next(calls) % num_layers, UNSCALED)
         return kv_store_ref(to_fp8(keys, own.key), to_fp8(values, own.value), *place)
 
-    def rope_store(*arguments: Any) -> Tensor:
-        *most, num_kv, place = arguments
-        rows = rope_store_ref(*most, num_kv, None)
+    def rope_store(
+        parts: Tensor, norms: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv: int, place: KVPlace | None
+    ) -> Tensor:
+        rows = rope_store_ref(parts, norms, eps, cos, sin, num_kv, None)
         if place is None:
             return rows
         kept = kv_store(rows[:, -2 * num_kv : -num_kv], rows[:, -num_kv:], *place)
@@ -280,7 +281,12 @@ def test_features_of_a_text_are_those_of_the_run() -> None:
     seen: list[Tensor] = []
     draft: Any = llm.pair.draft
     write = draft.write_context
-    draft.write_context = lambda features, *rest: (seen.append(features.clone()), write(features, *rest))
+
+    def write_and_keep(features: Tensor, *rest: Any) -> None:
+        seen.append(features.clone())
+        write(features, *rest)
+
+    draft.write_context = write_and_keep
     llm.generate([text], replace(PARAMS, max_new_tokens=1))
     found = read_features(llm.pair.target, llm.pair.placement, 16, text, taps, llm.pair.kv_scales)
     torch.testing.assert_close(found, seen[0], rtol=1e-12, atol=1e-12)

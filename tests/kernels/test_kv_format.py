@@ -1,5 +1,7 @@
 """Keys and values in FP8: stored and read like the reference, in every kernel that stores or reads them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -182,7 +184,7 @@ def check_block(
     query, kv = (normal(len(pages.context_lens), 7, heads, head_dim, dtype=dtype, seed=heads) for heads in (4, 2))
     keys = rounded(kv[:, :, :1].repeat(1, 1, num_kv, 1), scales.key)
     values = rounded(kv[:, :, 1:].repeat(1, 1, num_kv, 1), scales.value)
-    options = {"is_causal": is_causal, "window": window, "softmax": softmax}
+    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "softmax": softmax}
     table = (pages.page_table, pages.context_lens)
     expected = block_attention_ref(
         query.double(), keys.double() * scales.key, values.double() * scales.value, *exact, *table, **options

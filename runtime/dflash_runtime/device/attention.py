@@ -70,7 +70,9 @@ def check_capability(
     has_fp8_pages: bool = False,
     backends: Mapping[str, Capability] = BACKENDS,
 ) -> None:
-    """Refuse a pair, or a draft alone, if a layer needs attention that the backend lacks, or KV in FP8 has no pages.
+    """Refuse a pair, or a draft alone, if a layer needs attention that the backend lacks.
+
+    With `has_fp8_pages`, also refuse a backend without KV in FP8, and a target that keeps its own cache.
 
     Raises:
         UnsupportedError: names the layer, its attention, and the backends that compute it.
