@@ -37,7 +37,7 @@ from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.device.results import read_confidences
-from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolve_kernels
+from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolve_kernels, resolve_kv_dtype
 from dflash_runtime.device.text_pages import Anchor, TextPages
 from dflash_runtime.documents import fields_of
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
@@ -124,7 +124,8 @@ class Replay:
         dtype = resolve_dtype(config.dtype, device)
         kernels = resolve_kernels(config.kernels, device, dtype)
         longest = max(len(text.token_ids) for text in dump.texts)
-        self.placement = Placement(device, dtype, kernels, longest + self.num_drafts + 1)
+        kv_dtype = resolve_kv_dtype(config.kv_dtype)
+        self.placement = Placement(device, dtype, kernels, longest + self.num_drafts + 1, kv_dtype=kv_dtype)
         check_capability(kernels.name, None, draft.config, self.placement.dtype_name)
         ends = borrow_ends(draft, request.head_from, self.placement)
         weights = load_draft_weights(draft, self.placement)
@@ -167,7 +168,7 @@ class Replay:
     def _groups(self) -> Iterator[list[DumpedText]]:
         config = self.request.draft.config
         row_bytes = config.num_taps * config.feature_size * self.placement.dtype.itemsize
-        row_bytes += bytes_per_token(config, self.placement.dtype)
+        row_bytes += bytes_per_token(config, self.placement.page_dtype)
         most = max(1, GROUP_BYTES // row_bytes)
         group: list[DumpedText] = []
         num_rows = 0
@@ -326,7 +327,7 @@ def _summarise(answers: Sequence[Answer], ready: Replay) -> Summary:
 
 def _settings(ready: Replay) -> dict[str, object]:
     request, placement = ready.request, ready.placement
-    target = request.dump.target
+    target, dumped = request.dump.target, request.dump.settings
     return {
         "mode": "replay",
         "draft": request.draft_reference,
@@ -338,8 +339,10 @@ def _settings(ready: Replay) -> dict[str, object]:
         "dtype": placement.dtype_name,
         "device": placement.device.type,
         "kernels": placement.kernels.name,
+        **({"kv_dtype": request.config.kv_dtype} if placement.has_fp8_pages else {}),
+        **({"dump_kv_dtype": dumped["kv_dtype"]} if "kv_dtype" in dumped else {}),
         **request.overrides.settings,
-        **{name: request.dump.settings[name] for name in TEXT_SETTINGS if name in request.dump.settings},
+        **{name: dumped[name] for name in TEXT_SETTINGS if name in dumped},
     }
 
 

@@ -39,7 +39,8 @@ class KnownTexts:
         self.spans = [(len(output.prompt_token_ids), len(text)) for output, text in zip(outputs, texts, strict=True)]
         self.pages = TextPages(texts, page_size, pair.placement)
         layers = tuple(sorted(taps))
-        features = torch.cat([read_features(pair.target, pair.placement, page_size, text, layers) for text in texts])
+        run = pair.target, pair.placement, page_size
+        features = torch.cat([read_features(*run, text, layers, pair.kv_scales) for text in texts])
         self._outputs = dict(zip(layers, features.chunk(len(layers), dim=-1), strict=True))
 
     def features(self, taps: Sequence[int]) -> Tensor:

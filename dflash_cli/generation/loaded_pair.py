@@ -145,6 +145,7 @@ class PairSession(OpenedPair):
             **({} if size == 1 else {"tensor_parallel_size": size}),
             "target_quantization": pair.target_quantization,
             **({} if pair.rounding is None else {"rounding": pair.rounding}),
+            **({"kv_dtype": pair.config.kv_dtype} if pair.placement.has_fp8_pages else {}),
             **({} if pair.recurrent_rows is None else {"recurrent_rows": pair.recurrent_rows}),
             **({"module_swaps": pair.config.module_swaps} if pair.target_runtime == "transformers" else {}),
             **self.overrides.settings,

@@ -28,6 +28,14 @@ class EngineOptions(DeviceOptions):
         Literal["auto", "float32", "bfloat16", "float64"],
         Option(group=ENGINE, help="Number format of the models; auto is bfloat16 on a GPU and float32 on a CPU."),
     ] = "auto"
+    kv_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Option(
+            group=ENGINE,
+            help="Number format of KV pages. fp8: 8-bit floats (e4m3), with scales of the target's checkpoint if it "
+            "has some; auto: the format of the models.",
+        ),
+    ] = "auto"  # fmt: skip
     kernels: Annotated[
         Literal["auto", "triton", "reference"],
         Option(group=ENGINE, help="Kernels to run; auto is triton on a GPU and reference on a CPU."),

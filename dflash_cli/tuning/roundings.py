@@ -97,8 +97,8 @@ def round_kv(kernels: Kernels, name: str) -> Kernels:
     """
     rounding = KV[name]
 
-    def kv_store(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        kernels.kv_store(rounding(keys), rounding(values), key_cache, value_cache, slots)
+    def kv_store(keys: Tensor, values: Tensor, *place: Any) -> tuple[Tensor, Tensor]:
+        return kernels.kv_store(rounding(keys), rounding(values), *place)
 
     def rope_store(
         parts: Tensor, head_norms: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv: int,

@@ -64,7 +64,7 @@ def changes_nothing(what_if: WhatIf, pair: LoadedPair) -> bool:
 
 
 def refuse_rounding(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> None:
-    """Refuse to round the target or its KV if transformers' code runs the target, and a target in FP8 or MXFP4.
+    """Refuse to round the target or its KV if transformers' code runs the target, and KV or a target in few bits.
 
     Raises:
         UnsupportedError: names the what-if.
@@ -77,6 +77,14 @@ def refuse_rounding(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> 
             field="--what-if",
             found=what_if.name,
             hint="round the draft or KV: --what-if draft=FORMAT",
+        )
+    if pair.placement.has_fp8_pages and "kv" in dict(what_if.formats):
+        raise UnsupportedError(
+            "this run stores KV in FP8 already",
+            id="fp8-kv-rounded",
+            field="--what-if",
+            found=what_if.name,
+            hint="--kv-dtype auto",
         )
     if pair.target_runtime != "native" and {"kv", "target"} & {part for part, _ in what_if.formats}:
         raise UnsupportedError(

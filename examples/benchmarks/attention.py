@@ -1,10 +1,12 @@
 """Time attention of blocks over paged contexts, as a step calls it, with random keys that are in no cache.
 
-    python3 examples/benchmarks/attention.py [--cases 8x16@520,64x8@64-4352] [--shape qwen3-8b] [--out attention.jsonl]
+    python3 examples/benchmarks/attention.py [--cases 8x16@520,64x8@64-4352] [--shape qwen3-8b] [--kv-dtype fp8]
+                                           [--out attention.jsonl]
 
 A case is requests x rows @ context. The context is one length for all requests, or two bounds with log-uniform lengths
 between them. The layers of the target run one after another as one CUDA graph, each over its own part of the pages.
-The floor is the bytes of queries, keys, values and results over the bandwidth of a copy. The error is relative to
+The floor is the bytes of queries, keys, values and results over the bandwidth of a copy. With `--kv-dtype fp8` pages
+are in FP8. The error is relative to
 float64, for the first, middle and last request. Rows are JSON lines; the table comes last. A case that fails prints
 one line, the others continue, and the exit code is 1.
 """
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
+from dflash_runtime.device.settings import resolve_kv_dtype
 from timing.ceilings import device_ms, measure_rates
 from timing.floors import Rates
 from timing.pairs import SHAPES, Shape, log_uniform, open_device, run_dtype
@@ -71,7 +74,7 @@ class Case:
 class Layers:
     """Queries, keys and values of all layers, and pages with a context for each request."""
 
-    def __init__(self, case: Case, shape: Shape, like: Tensor) -> None:
+    def __init__(self, case: Case, shape: Shape, like: Tensor, kv_dtype: torch.dtype) -> None:
         self._shape, self._lengths = shape, case.lengths()
         counts = [-(-length // PAGE) for length in self._lengths]
         order = torch.randperm(sum(counts)).add_(1).split(counts)
@@ -82,14 +85,19 @@ class Layers:
         block = (shape.layers, case.num_requests, case.num_rows, heads, shape.head_dim)
         self._blocks = like.new_empty(block).normal_()
         pages = (sum(counts) + 1, shape.layers, 2, PAGE, shape.kv_heads, shape.head_dim)
-        self._pages = like.new_empty(pages).normal_()
+        self._pages = like.new_empty(pages).normal_().to(kv_dtype)
+
+    @property
+    def num_layers(self) -> int:
+        return self._shape.layers
 
     @property
     def num_bytes(self) -> int:
         """Bytes that a layer must read and write."""
         shape, num_rows = self._shape, self._blocks.shape[1] * self._blocks.shape[2]
-        num_heads = 2 * shape.heads * num_rows + 2 * shape.kv_heads * (sum(self._lengths) + num_rows)
-        return num_heads * shape.head_dim * self._blocks.element_size()
+        in_block = 2 * (shape.heads + shape.kv_heads) * num_rows * self._blocks.element_size()
+        in_pages = 2 * shape.kv_heads * sum(self._lengths) * self._pages.element_size()
+        return (in_block + in_pages) * shape.head_dim
 
     def attend(self, kernels: Kernels) -> Tensor:
         """Run every layer -> the result of the last one."""
@@ -118,11 +126,11 @@ class Layers:
         return self._pages[:, layer, 0], self._pages[:, layer, 1]
 
 
-def measure(recorder: Recorder, case: Case, shape: Shape, kernels: Kernels, rates: Rates, like: Tensor) -> None:
+def measure(recorder: Recorder, case: Case, layers: Layers, kernels: Kernels, rates: Rates) -> None:
     """Record microseconds per layer, the best of several turns."""
-    layers = Layers(case, shape, like)
     error = layers.error(layers.attend(kernels))
-    turns = [device_ms(lambda: layers.attend(kernels), like.device) / shape.layers * 1000 for _ in range(NUM_TURNS)]
+    device, count = layers.lens.device, layers.num_layers
+    turns = [device_ms(lambda: layers.attend(kernels), device) / count * 1000 for _ in range(NUM_TURNS)]
     floor = layers.num_bytes / rates.bandwidth * 1e6
     row = {"case": case.name, "us": min(turns), "floor_us": floor, "ratio": min(turns) / floor, "error": error}
     recorder.add("attention", {**row, "turns": turns})
@@ -138,6 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument("--cases", type=parse_cases, default=CASES, help="cases, such as 8x16@520,64x8@64-4352")
     parser.add_argument("--out", type=Path, help="write all rows as JSON lines")
     return parser
@@ -150,12 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = run_dtype(device)
     kernels, rates = pick_kernels("auto", device, dtype), measure_rates(device, dtype)
     torch.manual_seed(0)
-    like = torch.empty(0, device=device, dtype=dtype)
+    like, kv_dtype = torch.empty(0, device=device, dtype=dtype), resolve_kv_dtype(given.kv_dtype) or dtype
     with Recorder(given.out, device) as recorder:
         for case in given.cases:
             recorder.guard(
                 {"case": case.name},
-                lambda case=case: measure(recorder, case, shape, kernels, rates, like),  # type: ignore[misc]
+                lambda case=case: measure(recorder, case, Layers(case, shape, like, kv_dtype), kernels, rates),  # type: ignore[misc]
             )
         rows = [
             (row["case"], row["us"], row["floor_us"], row["ratio"], 100 * row["error"])

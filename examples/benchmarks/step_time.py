@@ -4,6 +4,7 @@
     python3 examples/benchmarks/step_time.py --acceptance 6.5,4.24 --arms ceilings,plain,dflash,adaptive
     python3 examples/benchmarks/step_time.py --acceptance 4 --arms drafts --blocks 8,16
     python3 examples/benchmarks/step_time.py --batches 1 --arms plain,plain-fp8,dflash,dflash-fp8,dflash-fp8-draft
+    python3 examples/benchmarks/step_time.py --contexts 8192,32000 --arms plain,plain-kv-fp8,dflash,dflash-kv-fp8
 
 A time is wall time per step of the real loop after prefill: scheduling, launches and commits included. Random weights
 accept almost nothing, so a step commits about one token. `--acceptance` draws the number of accepted draft tokens
@@ -19,7 +20,8 @@ imported; it reads our weights from files).
 
 Arms with weights in FP8, in blocks of 128: plain-fp8 and dflash-fp8 (the target's layers), dflash-fp8-draft (the draft
 except q, k, v and the head), dflash-fp8-draft-all (all of the draft, with a head of its own), dflash-fp8-both (the
-target's layers and the draft except q, k, v and the head). They have no floor.
+target's layers and the draft except q, k, v and the head). Arms with KV pages in FP8: plain-kv-fp8 and dflash-kv-fp8.
+They have no floor.
 """
 
 import argparse

@@ -7,6 +7,7 @@ one KV head of one request. It keeps a running softmax over tiles of TILE_N keys
 
 import math
 
+from dflash_kernels.kv_format import from_cache
 from dflash_kernels.launch_config import constexpr, jit, tl
 
 _TL_LOG2E = constexpr(math.log2(math.e))
@@ -110,8 +111,10 @@ def context_rows(page_table, position, readable_len, page_stride, row_stride, PA
 
 
 @jit
-def _load_keys(source, begin, dim, is_key, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr):
-    """Load a tile of keys or values, [TILE_N, TILE_D], at the offsets `begin`.
+def _load_keys(
+    source, begin, dim, is_key, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr
+):  # fmt: skip
+    """Load a tile of keys or values, [TILE_N, TILE_D], at the offsets `begin`, and convert it to a dtype.
 
     Memory after the last key may hold NaN; these rows are loaded as zero.
     """
@@ -120,7 +123,7 @@ def _load_keys(source, begin, dim, is_key, HEAD_DIM: tl.constexpr, TILE_D: tl.co
         tile = tl.load(address)
     else:
         tile = tl.load(address, mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    return tile
+    return from_cache(tile, dtype)
 
 
 @jit
@@ -143,8 +146,8 @@ def walk_context(
         is_key = position < readable_len
         # Look up the pages of the next tile now: a load is not prefetched if its address comes from a load.
         next_key = context_rows(page_table, position + TILE_N, readable_len, page_stride, row_stride, PAGE_SIZE)
-        key_tile = _load_keys(keys, key, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
-        value_tile = _load_keys(values, key, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
+        key_tile = _load_keys(keys, key, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL)
+        value_tile = _load_keys(values, key, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL)
         key = next_key
         is_visible = is_key[None, :]
         if IS_CAUSAL:
@@ -167,8 +170,9 @@ def walk_block(
     for step in range(begin, end):
         position = step * TILE_N + tl.arange(0, TILE_N)
         is_key = position < num_rows
-        key_tile = _load_keys(keys, position.to(tl.int64) * keys_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
-        value_tile = _load_keys(values, position.to(tl.int64) * values_row, dim, is_key, HEAD_DIM, TILE_D, IS_FULL)
+        at = position.to(tl.int64)
+        key_tile = _load_keys(keys, at * keys_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL)
+        value_tile = _load_keys(values, at * values_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL)
         is_visible = is_key[None, :]
         if IS_CAUSAL:
             is_visible = is_visible & (position[None, :] <= row[:, None])
@@ -185,14 +189,15 @@ def walk_block(
 def mean_of_share(
     queries, row, dim, head, sinks, keys, values, page_stride, row_stride, page_table, context_len, readable_len,
     block_keys, block_values, block_keys_row, block_values_row, num_rows,
-    context_begin, context_end, block_begin, block_end, is_last, scale,
+    context_begin, context_end, block_begin, block_end, is_last, scale, value_scale,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, key=None,
 ):  # fmt: skip
     """Attend to some tiles of a request's context and of its block.
 
-    Returns the weighted mean of the values, [TILE_M, TILE_D], and the base 2 logarithm of the sum of weights,
-    [TILE_M]. The logarithm is -inf for rows that see none of these keys. `key` is as in `walk_context`.
+    `scale` multiplies the products of queries and keys, and `value_scale` the values. Returns the weighted mean of the
+    values, [TILE_M, TILE_D], and the base 2 logarithm of the sum of weights, [TILE_M]. The logarithm is -inf for
+    rows that see none of these keys. `key` is as in `walk_context`.
     """
     acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
     acc, row_max, weight_sum = walk_context(
@@ -206,7 +211,7 @@ def mean_of_share(
         HEAD_DIM, IS_CAUSAL, WINDOW, CAP, TILE_N, TILE_D, False,
     )  # fmt: skip
     weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
-    return acc / weight_sum[:, None], row_max + tl.log2(weight_sum)
+    return acc * value_scale / weight_sum[:, None], row_max + tl.log2(weight_sum)
 
 
 @jit

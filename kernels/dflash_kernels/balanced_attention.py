@@ -8,7 +8,6 @@ Osama et al. 2023, "Stream-K: Work-centric Parallel Decomposition for Dense Matr
 Axis letters: R requests, N rows, H heads, KV heads of keys and values, D head dim.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +65,7 @@ def _balanced_attention_kernel(
     query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, sinks, out, parts, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
     cache_page, cache_row, cache_head, table_stride,
-    num_requests, num_rows, num_pages, num_whole, scale,
+    num_requests, num_rows, num_pages, num_whole, scale, value_scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     TILE_B: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
@@ -114,7 +113,7 @@ def _balanced_attention_kernel(
             cache_page, cache_row, page_table + request * table_stride, context_len, readable_len,
             block_keys + request * num_rows * keys_row + kv_head * keys_head,
             block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
-            context_begin, context_end, block_begin, block_end, is_last, scale,
+            context_begin, context_end, block_begin, block_end, is_last, scale, value_scale,
             HEAD_DIM, PAGE_SIZE, IS_CAUSAL, WINDOW, CAP, TILE_M, TILE_N, TILE_D,
         )  # fmt: skip
         is_first = begin == passed
@@ -195,12 +194,15 @@ def launch_balanced(
     is_causal: bool,
     window: int | None,
     cap: float | None,
+    scale: float,
+    value_scale: float,
 ) -> None:
     """Write block attention to `out` [R, N, H, D] in two launches. `block_attention` has checked the arguments.
 
     tensors  queries [R * N, H, D], keys and values of the block [R * N, KV, D], key cache, value cache
     strides  row and head of each of the first three tensors; page, row and head of the caches; row of the page table
-    cap      limit of the attention scores
+    cap      limit of the products of queries and keys
+    scale    factor of these products; `value_scale` is the factor of the values
     """
     num_requests, num_rows, num_heads, head_dim = out.shape
     num_kv = tensors[1].shape[1]
@@ -217,7 +219,7 @@ def launch_balanced(
     }  # fmt: skip
     _balanced_attention_kernel[(num_row_tiles, num_kv, shape.num_programs)](
         *tensors, page_table, context_lens, sinks, out, parts, part_lses, *strides,
-        num_requests, num_rows, page_table.shape[1], shape.num_whole, math.log2(math.e) / math.sqrt(head_dim),
+        num_requests, num_rows, page_table.shape[1], shape.num_whole, scale, value_scale,
         PAGE_SIZE=page_size, CAP=cap, **cut, num_warps=4, num_stages=shape.num_stages,
     )  # fmt: skip
     tile = min(shape.rows, shape.combined_rows)

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from dflash_kernels.attention_walk import context_rows, mean_of_share, rows_of_tile, share_of_tiles, tiles_in_sight
 from dflash_kernels.balanced_attention import launch_balanced
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
+from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats
 from dflash_kernels.kv_store import strides_of_caches
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
@@ -68,18 +69,20 @@ def block_attention_ref(
     is_causal: bool,
     window: int | None,
     softmax: Softmax = PLAIN,
+    scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend from each row to the context and to the block: to the rows up to itself if causal, otherwise to all rows.
 
     query                     [R, N, H, D]
     block_keys, block_values  [R, N, KV, D]
-    key_cache, value_cache    [P, page_size, KV, D]
+    key_cache, value_cache    [P, page_size, KV, D], in the dtype of the queries or in FP8
     page_table                [R, C / page_size] int64, wide enough for the longest context
     context_lens              [R] int64
     window                    a row sees keys less than `window` positions away; None is unlimited. Without causality
                               the window bounds both directions.
     softmax                   cap and sinks
+    scales                    of keys and values in the caches and in the block, which has the numbers of caches in FP8
     out                       [R, N, H, D], contiguous, written; None allocates it
     Returns [R, N, H, D].
     """
@@ -93,25 +96,30 @@ def block_attention_ref(
     visible = is_key[:, None, :] & _visible(positions, key_positions, is_causal, window)  # [R, N, C + N]
     # Slots outside the context may hold NaN. A weight of zero does not remove NaN, so these slots are set to zero.
     hole = ~is_context[:, :, None, None]
-    context_keys, context_values = (cache[page_table].flatten(1, 2) for cache in (key_cache, value_cache))
+    caches = (key_cache, value_cache)
+    context_keys, context_values = (cache[page_table].flatten(1, 2).to(query.dtype) for cache in caches)
     keys = torch.cat((context_keys.masked_fill(hole, 0), block_keys), dim=1)
     values = torch.cat((context_values.masked_fill(hole, 0), block_values), dim=1)
     heads = (query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
+    scale = scales.key / math.sqrt(query.shape[3])
     if softmax.cap is None and softmax.sinks is None:
         is_grouped = query.shape[2] != keys.shape[2]
-        attended = F.scaled_dot_product_attention(*heads, attn_mask=visible[:, None], enable_gqa=is_grouped)
+        mask = visible[:, None]
+        attended = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=is_grouped, scale=scale)
     else:
-        attended = _attend_ref(*heads, visible[:, None], softmax)
+        attended = _attend_ref(*heads, visible[:, None], softmax, scale)
+    if scales.value != 1:
+        attended = attended * scales.value
     attended = attended.transpose(1, 2)
     return attended if out is None else out.copy_(attended)
 
 
-def _attend_ref(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> Tensor:
+def _attend_ref(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax, scale: float) -> Tensor:
     """[R, H, N, D], [R, KV, M, D] twice, [R, 1, N, M] -> [R, H, N, D], computed in float32 or wider."""
     wide = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // keys.shape[1]
     keys, values = (heads.to(wide).repeat_interleave(group, dim=1) for heads in (keys, values))
-    scores = query.to(wide) @ keys.transpose(2, 3) / math.sqrt(query.shape[3])
+    scores = query.to(wide) @ keys.transpose(2, 3) * scale
     if softmax.cap is not None:
         scores = torch.tanh(scores / softmax.cap) * softmax.cap
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -156,9 +164,14 @@ def check_room(out: Tensor, query: Tensor) -> None:
     require(out.shape == query.shape and out.is_contiguous(), "out", "contiguous, with the shape of the queries")
 
 
-def cap_of_products(softmax: Softmax, head_dim: int) -> float | None:
+def cap_of_products(softmax: Softmax, head_dim: int, scales: KVScales) -> float | None:
     """Return the cap of unscaled scores. The kernels scale the products of queries and keys after the cap."""
-    return None if softmax.cap is None else softmax.cap * math.sqrt(head_dim)
+    return None if softmax.cap is None else softmax.cap * math.sqrt(head_dim) / scales.key
+
+
+def factor_of_products(head_dim: int, scales: KVScales) -> float:
+    """Return the factor that turns products of queries and keys into scores in base 2."""
+    return math.log2(math.e) * scales.key / math.sqrt(head_dim)
 
 
 @jit
@@ -179,7 +192,7 @@ def _block_attention_kernel(
     query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, sinks, out, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
     cache_page, cache_row, cache_head, table_stride,
-    num_rows, num_pages, num_out, scale,
+    num_rows, num_pages, num_out, scale, value_scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, NUM_SPLITS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
@@ -226,7 +239,7 @@ def _block_attention_kernel(
         cache_page, cache_row, table, context_len, readable_len,
         block_keys + request * num_rows * keys_row + kv_head * keys_head,
         block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
-        context_begin, context_end, block_begin, block_end, is_last, scale,
+        context_begin, context_end, block_begin, block_end, is_last, scale, value_scale,
         HEAD_DIM, PAGE_SIZE, IS_CAUSAL, WINDOW, CAP, TILE_M, TILE_N, TILE_D, key,
     )  # fmt: skip
     if NUM_SPLITS > 1:
@@ -289,6 +302,7 @@ def block_attention(
     is_causal: bool,
     window: int | None,
     softmax: Softmax = PLAIN,
+    scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute `block_attention_ref` in one launch, or in two if the keys are cut into parts.
@@ -297,7 +311,7 @@ def block_attention(
     `balanced_attention.py` computes batches of many requests.
     """
     check_tensors(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens)
-    check_dtypes(query, block_keys, block_values, key_cache, value_cache)
+    check_formats(key_cache, value_cache, query, block_keys, block_values)
     num_requests, num_rows, num_heads, head_dim = query.shape
     num_kv = block_keys.shape[2]
     require(num_heads % num_kv == 0, "query", "a number of heads that is a multiple of the KV heads")
@@ -315,17 +329,18 @@ def block_attention(
         return out
     flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)]
     require(all(tensor.stride(2) == 1 for tensor in flat), "query, block_keys, block_values", "contiguous heads")
-    tensors, page_size = (*flat, key_cache, value_cache), key_cache.shape[1]
+    tensors, page_size = (*flat, as_readable(key_cache), as_readable(value_cache)), key_cache.shape[1]
     strides = [stride for tensor in flat for stride in tensor.stride()[:2]]
     strides += [*strides_of_caches(key_cache, value_cache), page_table.stride(0)]
 
     group, num_out = num_heads // num_kv, num_requests * num_rows * num_heads
-    context_lens, cap = context_lens.contiguous(), cap_of_products(softmax, head_dim)
+    context_lens, cap = context_lens.contiguous(), cap_of_products(softmax, head_dim, scales)
     balanced = balanced_shape(num_requests, num_kv, num_rows * group, head_dim, query.element_size(), query.device)
     if balanced is not None:
         launch_balanced(
             tensors, page_table, context_lens, softmax.sinks, out, balanced, strides,
             page_size=page_size, is_causal=is_causal, window=window, cap=cap,
+            scale=factor_of_products(head_dim, scales), value_scale=scales.value,
         )  # fmt: skip
         return out
     shape = attention_shape(num_requests * num_kv, num_rows * group, head_dim, query.element_size(), query.device)
@@ -344,7 +359,7 @@ def block_attention(
     }  # fmt: skip
     _block_attention_kernel[(num_row_tiles, num_requests * num_kv, num_splits)](
         *tensors, page_table, context_lens, softmax.sinks, parts, part_lses, *strides,
-        num_rows, page_table.shape[1], num_out, math.log2(math.e) / math.sqrt(head_dim),
+        num_rows, page_table.shape[1], num_out, factor_of_products(head_dim, scales), scales.value,
         CAP=cap, **cut, num_warps=4, num_stages=shape.num_stages,
     )  # fmt: skip
     if num_splits > 1:

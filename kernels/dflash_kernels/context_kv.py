@@ -8,11 +8,11 @@ Axis letters: T rows, L draft layers, P pages, KV heads of keys and values, D he
 
 from torch import Tensor
 
+from dflash_kernels.kv_format import as_readable, check_formats, to_cache
 from dflash_kernels.kv_store import kv_store_ref, row_of_slot, strides_of_caches
 from dflash_kernels.launch_config import (
     HEAD_TILE,
     ceil_div,
-    check_dtypes,
     check_tensors,
     jit,
     power_of_2,
@@ -38,7 +38,7 @@ def context_kv_store_ref(
     projected               [T, L, 2, KV, D]           keys, then values
     norm_weights            [L, D]
     cos, sin                [T, D]
-    key_cache, value_cache  [L, P, page_size, KV, D]   written
+    key_cache, value_cache  [L, P, page_size, KV, D]   written; in FP8 with scales of 1
     slots                   [T] int64                  all different, except PAD
 
     The reference waits for the device (`kv_store_ref`); the kernel does not.
@@ -84,11 +84,14 @@ def _context_kv_kernel(
     )  # fmt: skip
     place = layer * cache_layer + row_of_slot(slot, cache_page, cache_row, PAGE_SIZE)
     place += head * cache_head + dim[None, :]
-    tl.store(key_cache + place, first, mask=is_element)
-    tl.store(key_cache + place + HALF, second, mask=is_element)
+    stored: tl.constexpr = key_cache.dtype.element_ty
+    tl.store(key_cache + place, to_cache(first, 1.0, stored), mask=is_element)
+    tl.store(key_cache + place + HALF, to_cache(second, 1.0, stored), mask=is_element)
     value_source = source + projected_kind
-    tl.store(value_cache + place, tl.load(value_source, mask=is_element, other=0.0), mask=is_element)
-    tl.store(value_cache + place + HALF, tl.load(value_source + HALF, mask=is_element, other=0.0), mask=is_element)
+    first = tl.load(value_source, mask=is_element, other=0.0)
+    second = tl.load(value_source + HALF, mask=is_element, other=0.0)
+    tl.store(value_cache + place, to_cache(first, 1.0, stored), mask=is_element)
+    tl.store(value_cache + place + HALF, to_cache(second, 1.0, stored), mask=is_element)
 
 
 def context_kv_store(
@@ -103,7 +106,7 @@ def context_kv_store(
 ) -> None:
     """Compute `context_kv_store_ref` in one launch."""
     check_tensors(projected, norm_weights, cos, sin, key_cache, value_cache, slots)
-    check_dtypes(projected, norm_weights, cos, sin, key_cache, value_cache)
+    check_formats(key_cache, value_cache, projected, norm_weights, cos, sin)
     num_rows, num_layers, _, num_heads, head_dim = projected.shape
     require(head_dim % 2 == 0, "projected", "an even head size")
     require(projected.shape[2] == 2, "projected", "keys and values on the third axis")
@@ -118,7 +121,7 @@ def context_kv_store(
     if num_rows:
         tile_heads, tile_half = min(HEAD_TILE, power_of_2(num_heads)), power_of_2(head_dim // 2)
         _context_kv_kernel[(num_rows, num_layers, ceil_div(num_heads, tile_heads))](
-            projected, norm_weights, cos, sin, key_cache, value_cache, slots.contiguous(),
+            projected, norm_weights, cos, sin, as_readable(key_cache), as_readable(value_cache), slots.contiguous(),
             *projected.stride()[:4], norm_weights.stride(0), cos.stride(0), sin.stride(0),
             *strides, eps, NUM_HEADS=num_heads, HEAD_DIM=head_dim, PAGE_SIZE=key_cache.shape[2],
             TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False,

@@ -18,6 +18,7 @@ from dflash_kernels.activation import gate_tiles, silu_mul, silu_mul_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.fp8_config import MIN_FP8_DEPTH, Fp8Shape, fp8_product_shape, has_fp8
 from dflash_kernels.fp8_library import library_multiplies, library_product
+from dflash_kernels.fp8_numbers import LARGEST, as_fp8, from_bytes
 from dflash_kernels.fp8_weight import FP8, Fp8Weight, Rounded, rounded_ref
 from dflash_kernels.launch_config import ceil_div, check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
 
@@ -41,35 +42,8 @@ def fp8_gated_product_ref(hidden: Tensor, weight: Fp8Weight) -> Tensor:
     return silu_mul_ref(fp8_product_ref(hidden, weight))
 
 
-LARGEST, PEAK_FLOOR = constexpr(448.0), constexpr(1e-10)
-"""`FP8_MAX` and `LEAST_PEAK` for kernels."""
-
-
-@jit
-def from_bytes(loaded):
-    """Return the numbers of e4m3 bytes in float32. NaN becomes 480."""
-    wide = loaded.to(tl.int32)
-    bits = ((wide & 0x7F) << 20) | ((wide & 0x80) << 24)
-    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120, the difference of the exponents' biases
-
-
-@jit
-def nearest_fp8(numbers):
-    """Round float32 numbers of at most 448 to the nearest number of e4m3, in float32. Ties go to even."""
-    bits = numbers.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    large = (size + 0x7FFFF + ((size >> 20) & 1)) & 0x7FF00000
-    # Numbers below 2**-6 are multiples of 2**-9, which is the distance of numbers near 24,576 in float32.
-    small = ((size.to(tl.float32, bitcast=True) + 24576.0) - 24576.0).to(tl.int32, bitcast=True)
-    found = tl.where(size < 0x3C800000, small, large)
-    return (found | (bits & -0x80000000)).to(tl.float32, bitcast=True)
-
-
-@jit
-def as_fp8(numbers, dtype: tl.constexpr):
-    """Round float32 numbers to e4m3, in e4m3 or a wider dtype. Numbers above 448 become 448."""
-    limited = tl.minimum(tl.maximum(numbers, -LARGEST), LARGEST)
-    return limited.to(tl.float8e4nv) if dtype == tl.float8e4nv else nearest_fp8(limited).to(dtype)
+PEAK_FLOOR = constexpr(1e-10)
+"""`LEAST_PEAK` for kernels."""
 
 
 @jit

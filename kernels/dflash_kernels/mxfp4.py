@@ -76,7 +76,7 @@ def pack(numbers: Tensor, scales: Tensor, width: int) -> Packed:
 def arrange_numbers(blocks: Tensor) -> Tensor:
     """Bytes of a file [..., N, K / 32, 16] -> the numbers of `Packed`. N is a multiple of 32."""
     rows = blocks.flatten(-2)
-    padded = functional.pad(rows, (0, -rows.shape[-1] % (TILE // 2)))
+    padded: Tensor = functional.pad(rows, (0, -rows.shape[-1] % (TILE // 2)))
     tiles = padded.unflatten(-2, (-1, GROUP)).unflatten(-1, (-1, 2, 4, WORDS // 2))  # [..., G, 32, T, word, place, u]
     table = _bits_of_bytes(blocks.device)
     words = torch.zeros(*tiles.shape[:-2], tiles.shape[-1], dtype=torch.int32, device=blocks.device)
@@ -98,7 +98,7 @@ def _bits_of_bytes(device: torch.device) -> Tensor:
 
 def arrange_scales(scales: Tensor) -> Tensor:
     """Scales of a file [..., N, K / 32] -> the scales of `Packed`. N is a multiple of 32."""
-    padded = functional.pad(scales, (0, -scales.shape[-1] % (TILE // BLOCK)))
+    padded: Tensor = functional.pad(scales, (0, -scales.shape[-1] % (TILE // BLOCK)))
     tiles = padded.unflatten(-2, (-1, GROUP)).unflatten(-1, (-1, TILE // BLOCK))
     return tiles.transpose(-2, -3).contiguous()
 

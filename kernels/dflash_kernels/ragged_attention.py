@@ -12,7 +12,6 @@ Axis letters: T flat rows, B rows of the page table, P pages, H heads, KV heads 
 M tiles, C tiles with several parts.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +27,11 @@ from dflash_kernels.block_attention import (
     cap_of_products,
     check_room,
     check_softmax,
+    factor_of_products,
     room_for,
 )
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
+from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats
 from dflash_kernels.kv_store import strides_of_caches
 from dflash_kernels.launch_config import (
     COMBINE_TILE,
@@ -39,7 +40,6 @@ from dflash_kernels.launch_config import (
     MIN_DOT,
     RaggedShape,
     ceil_div,
-    check_dtypes,
     check_tensors,
     constexpr,
     jit,
@@ -165,18 +165,20 @@ def ragged_attention_ref(
     *,
     window: int | None,
     softmax: Softmax = PLAIN,
+    scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend from each row to its request's context and to the rows of its segment up to itself.
 
     query                   [T, H, D]
     keys, values            [T, KV, D]
-    key_cache, value_cache  [P, page_size, KV, D]
+    key_cache, value_cache  [P, page_size, KV, D], in the dtype of the queries or in FP8
     page_table              [B, pages of a request] int64, wide enough for every segment and its context
     plan                    the segments cover all rows
     placed                  `plan.ints` on the device, int64; the reference reads the segments instead
     window                  a row sees keys less than `window` positions before it; None is unlimited
     softmax                 cap and sinks
+    scales                  as in `block_attention_ref`
     out                     [T, H, D], contiguous, written; None allocates it
     Returns [T, H, D].
     """
@@ -188,7 +190,7 @@ def ragged_attention_ref(
         context_lens = table.new_full((1,), segment.context_len)
         block_attention_ref(
             query[None, rows], keys[None, rows], values[None, rows], key_cache, value_cache, table, context_lens,
-            is_causal=True, window=window, softmax=softmax, out=out[None, rows],
+            is_causal=True, window=window, softmax=softmax, scales=scales, out=out[None, rows],
         )  # fmt: skip
     return out
 
@@ -209,7 +211,7 @@ def _ragged_attention_kernel(
     query, keys, values, key_tiles, value_tiles, key_cache, value_cache, page_table, tiles, sinks,
     out, parts, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
-    cache_page, cache_row, cache_head, table_stride, scale,
+    cache_page, cache_row, cache_head, table_stride, scale, value_scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, IS_PAGED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
@@ -254,7 +256,7 @@ def _ragged_attention_kernel(
         )  # fmt: skip
     # A row that sees no key in this part has the mean 0, and its weight in the sum of parts is 2**-inf.
     weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
-    mean = acc / weight_sum[:, None]
+    mean = acc * value_scale / weight_sum[:, None]
     if place < 0:
         target = flat_row * (NUM_KV * GROUP) + head
         tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean.to(out.dtype.element_ty), mask=is_query)
@@ -315,11 +317,12 @@ def ragged_attention(
     *,
     window: int | None,
     softmax: Softmax = PLAIN,
+    scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute `ragged_attention_ref` in one launch, or in two if keys are cut into parts."""
     check_tensors(query, keys, values, key_cache, value_cache, page_table, placed)
-    check_dtypes(query, keys, values, key_cache, value_cache)
+    check_formats(key_cache, value_cache, query, keys, values)
     num_rows, num_heads, head_dim = query.shape
     num_kv = keys.shape[1]
     require(num_heads % num_kv == 0, "query", "a number of heads that is a multiple of the KV heads")
@@ -343,12 +346,13 @@ def ragged_attention(
     parts = torch.empty((*part_lses.shape, head_dim), dtype=torch.float32, device=query.device)
     launching = early(query.device) if plan.is_paged else {"IS_EARLY": False}
     _ragged_attention_kernel[(len(plan.tiles), num_kv)](
-        *flat, *_tiles_of(keys, values, plan, window), key_cache, value_cache, page_table, placed, softmax.sinks,
-        out, parts, part_lses,
+        *flat, *_tiles_of(keys, values, plan, window), as_readable(key_cache), as_readable(value_cache),
+        page_table, placed, softmax.sinks, out, parts, part_lses,
         *(stride for tensor in flat for stride in tensor.stride()[:2]),
-        *strides_of_caches(key_cache, value_cache), page_table.stride(0), math.log2(math.e) / math.sqrt(head_dim),
+        *strides_of_caches(key_cache, value_cache), page_table.stride(0),
+        factor_of_products(head_dim, scales), scales.value,
         NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=key_cache.shape[1], WINDOW=window or 0,
-        CAP=cap_of_products(softmax, head_dim), IS_PAGED=plan.is_paged,
+        CAP=cap_of_products(softmax, head_dim, scales), IS_PAGED=plan.is_paged,
         TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=tile_dim,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **launching,
     )  # fmt: skip

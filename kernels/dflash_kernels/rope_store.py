@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
+from dflash_kernels.fp8_weight import FP8
+from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats, from_cache, to_cache
 from dflash_kernels.kv_store import kv_store_ref, row_of_slot, strides_of_caches
 from dflash_kernels.launch_config import (
     HEAD_TILE,
@@ -45,6 +47,8 @@ class KVPlace(NamedTuple):
     """[P, page_size, KV, D]"""
     slots: Tensor
     """[T] int64, all different, except PAD."""
+    scales: KVScales = UNSCALED
+    """The scales of caches in FP8."""
 
 
 def rope_store_ref(
@@ -63,7 +67,8 @@ def rope_store_ref(
                                          [H + 2 KV, D] normalises values too, which are not rotated
     cos, sin    [T, D]                   rows of the rope table
     place       caches and slots, written; None stores nothing
-    Returns [T, H + 2 KV, D]: rotated queries, rotated keys, values.
+    Returns [T, H + 2 KV, D]: rotated queries, rotated keys, values. With a place, keys and values are as `kv_store_ref`
+    returns them.
 
     The reference waits for the device (`kv_store_ref`); the kernel does not wait.
     """
@@ -73,9 +78,10 @@ def rope_store_ref(
         head_norms, value_norms = head_norms[:-num_kv], head_norms[-num_kv:]
         values = rms_norm_ref(values, value_norms, eps)
     heads = norm_rope_ref(heads, head_norms, eps, cos, sin)
+    query, keys = heads[:, :-num_kv], heads[:, -num_kv:]
     if place is not None:
-        kv_store_ref(heads[:, -num_kv:], values, *place)
-    return torch.cat((heads, values), dim=1)
+        keys, values = kv_store_ref(keys, values, *place)
+    return torch.cat((query, keys, values), dim=1)
 
 
 @jit
@@ -89,12 +95,18 @@ def _store_halves(target, first, second, is_element, HALF: tl.constexpr):
     tl.store(target + HALF, second, mask=is_element)
 
 
+@jit
+def _both_to_cache(first, second, inverse, dtype: tl.constexpr):
+    return to_cache(first, inverse, dtype), to_cache(second, inverse, dtype)
+
+
 @jit(do_not_specialize=["part_stride"])
 def _rope_store_kernel(
     parts, weight, cos, sin, out, key_cache, value_cache, slots,
-    parts_row, part_stride, cos_row, sin_row, cache_page, cache_row, cache_head, eps,
+    parts_row, part_stride, cos_row, sin_row, cache_page, cache_row, cache_head, eps, key_inverse, value_inverse,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, IS_ROUNDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     TILE_H: tl.constexpr, TILE_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -128,14 +140,18 @@ def _rope_store_kernel(
     first, second = rotate_half_tiles(first, second, cos_first, cos_second, sin_first, sin_second)
     # A tile may contain key heads and value heads. Value heads are not rotated.
     first, second = tl.where(is_rotated, first, plain_first), tl.where(is_rotated, second, plain_second)
-    _store_halves(out + (row * (NUM_ROTATED + NUM_KV) + head) * HEAD_DIM + dim, first, second, is_element, HALF)
     if HAS_PLACE:
-        is_kept = is_element & (slot >= 0)
-        place = row_of_slot(slot, cache_page, cache_row, PAGE_SIZE) + dim
+        inverse = tl.where(is_rotated, key_inverse, value_inverse)
+        stored_first, stored_second = _both_to_cache(first, second, inverse, key_cache.dtype.element_ty)
+        is_kept, place = is_element & (slot >= 0), row_of_slot(slot, cache_page, cache_row, PAGE_SIZE) + dim
         keys = key_cache + place + (head - NUM_HEADS) * cache_head
         values = value_cache + place + (head - NUM_ROTATED) * cache_head
-        _store_halves(keys, first, second, is_kept & is_rotated & (head >= NUM_HEADS), HALF)
-        _store_halves(values, first, second, is_kept & (head >= NUM_ROTATED), HALF)
+        _store_halves(keys, stored_first, stored_second, is_kept & is_rotated & (head >= NUM_HEADS), HALF)
+        _store_halves(values, stored_first, stored_second, is_kept & (head >= NUM_ROTATED), HALF)
+        if IS_ROUNDED:
+            first = tl.where(head >= NUM_HEADS, from_cache(stored_first, dtype), first)
+            second = tl.where(head >= NUM_HEADS, from_cache(stored_second, dtype), second)
+    _store_halves(out + (row * (NUM_ROTATED + NUM_KV) + head) * HEAD_DIM + dim, first, second, is_element, HALF)
 
 
 def rope_store(
@@ -149,8 +165,8 @@ def rope_store(
 ) -> Tensor:
     """Compute `rope_store_ref` in one launch."""
     norms = () if head_norms is None else (head_norms,)
-    check_tensors(parts, cos, sin, *norms, *(place or ()))
-    check_dtypes(cos, sin, *(place or ())[:2])
+    check_tensors(parts, cos, sin, *norms, *(place or ())[:3])
+    check_dtypes(cos, sin)
     for norm in norms:
         check_weight(norm, cos.dtype)
     check_parts(parts, cos.dtype)
@@ -165,10 +181,11 @@ def rope_store(
     require(head_norms is None or head_norms.shape == shape, "head_norms", "one norm per query and key head")
     require(cos.shape == sin.shape == (num_rows, head_dim), "cos, sin", "one row per row of the projection")
     require(parts.stride(2) == cos.stride(1) == sin.stride(1) == 1, "parts, cos, sin", "contiguous rows")
-    caches, page_size = (parts, parts), 1
+    caches, page_size, scales = (parts, parts), 1, UNSCALED
     strides: tuple[int, ...] = (0, 0, 0)
     if place is not None:
-        caches = (place.key_cache, place.value_cache)
+        caches, scales = (place.key_cache, place.value_cache), place.scales
+        check_formats(*caches, cos)
         strides, page_size = strides_of_caches(*caches), place.key_cache.shape[1]
         require(place.key_cache.shape[2:] == (num_kv, head_dim), "caches", "the KV heads of the projection")
         require(place.slots.numel() == num_rows, "slots", "one slot per row")
@@ -177,11 +194,13 @@ def rope_store(
         tile_heads, tile_half = min(HEAD_TILE, power_of_2(num_heads + 2 * num_kv)), power_of_2(head_dim // 2)
         _rope_store_kernel[(num_rows, ceil_div(num_heads + 2 * num_kv, tile_heads))](
             parts, cos if head_norms is None else head_norms.contiguous(), cos, sin, out,
-            *caches, cos if place is None else place.slots.contiguous(),
+            *map(as_readable, caches), cos if place is None else place.slots.contiguous(),
             parts.stride(1), parts.stride(0), cos.stride(0), sin.stride(0), *strides, eps,
+            1 / scales.key, 1 / scales.value,
             NUM_HEADS=num_heads, NUM_KV=num_kv, HEAD_DIM=head_dim, NUM_PARTS=num_parts,
             HAS_NORM=head_norms is not None, HAS_VALUE_NORM=has_value_norm, HAS_PLACE=place is not None,
-            PAGE_SIZE=page_size, TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half),
+            IS_ROUNDED=place is not None and caches[0].dtype == FP8, PAGE_SIZE=page_size,
+            TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half),
             enable_fp_fusion=False, **early(parts.device),
         )  # fmt: skip
     return out

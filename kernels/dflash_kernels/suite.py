@@ -76,7 +76,7 @@ class Kernels:
     """One implementation of every kernel function. The references (`*_ref`) document the functions."""
 
     name: str
-    kv_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    kv_store: Callable[..., tuple[Tensor, Tensor]]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     sandwich_norm: Callable[..., tuple[Tensor, Tensor]]

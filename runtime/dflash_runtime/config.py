@@ -435,6 +435,8 @@ class EngineConfig:
 
     max_batched_tokens       the most rows of a step with prompts, prefill and decode together. At least a quarter of
                              them is for prefill.
+    kv_dtype                 "fp8" stores keys and values of both models in FP8 (e4m3). Scales of the target's
+                             checkpoint are used. "auto" stores keys and values in `dtype`.
     kv_memory_bytes          the size of the page pool. Without it the pool gets the memory that
                              `gpu_memory_utilization` allows.
     max_in_flight            steps that asynchronous scheduling queues before it reads results
@@ -464,6 +466,7 @@ class EngineConfig:
 
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     kernels: str = "auto"
     num_draft_tokens: int | None = None
     draft_sampling: str = "greedy"
@@ -531,6 +534,7 @@ EXACT_REQUESTS = 4
 
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float64"),
+    "kv_dtype": ("auto", "fp8"),
     "kernels": ("auto", "triton", "reference"),
     "draft_sampling": ("greedy", "probabilistic"),
     "scheduling": ("async", "sync"),

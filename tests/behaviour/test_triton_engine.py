@@ -9,6 +9,7 @@ from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.config import DraftConfig, EngineConfig
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.settings import resolve_kv_dtype
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.placement import Placement
@@ -28,6 +29,7 @@ CASES: list[Case] = [
     ({}, {}, {}),
     ({"causal": (True, True)}, {"scheduling": "sync"}, {}),
     ({"windows": (6, None)}, {}, {}),
+    ({}, {"kv_dtype": "fp8"}, {}),
     ({"draft_vocab_size": 40}, {}, {"temperature": 1.0}),
     ({}, {"draft_sampling": "probabilistic"}, {"temperature": 1.0, "top_k": 30, "top_p": 0.9}),
     ({"draft_vocab_size": 40}, {"draft_sampling": "probabilistic"}, {"temperature": 0.8}),
@@ -46,7 +48,8 @@ def generate(
     """The outputs of a small seeded pair on one set of kernels."""
     draft_changes, engine, sampling = case
     suite = triton_kernels() if kernels == "triton" else REFERENCE
-    placement = Placement(CPU, torch.float32, suite, num_positions=128)
+    kv_dtype = resolve_kv_dtype(engine.get("kv_dtype", "auto"))
+    placement = Placement(CPU, torch.float32, suite, num_positions=128, kv_dtype=kv_dtype)
     config = random_target(num_layers=num_layers, max_position_embeddings=64).config
     target_weights = random_weights(Qwen3Target.expected_shapes(config), torch.float32, 0, 0.15)
     target = Qwen3Target(config, stack_projections(target_weights.items()), placement)
@@ -91,6 +94,7 @@ def compare(
     [
         ({"causal": (True, True), "windows": (6, None)}, {"scheduling": "sync"}, {}),
         ({"draft_vocab_size": 40}, {}, {"temperature": 1.0}),
+        ({}, {"kv_dtype": "fp8"}, {}),
         ({}, {"draft_sampling": "probabilistic"}, {"temperature": 1.0, "top_k": 30, "top_p": 0.9}),
     ],
     ids=str,

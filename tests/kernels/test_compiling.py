@@ -19,17 +19,44 @@ from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import DESCRIBED_SHAPES, LONG_SHAPES, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.mxfp4 import Packed
+from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import triton_kernels
 from dflash_testing import compiling
 from dflash_testing.tensors import between_layers
 
-IS_WHOLE = sys.argv[1] == "all"
+IS_WHOLE, HAS_FP8_KV = sys.argv[1] == "all", sys.argv[1] == "fp8-kv"
 
 def normal(*shape):
     return torch.empty(*shape, dtype=torch.bfloat16)  # nothing runs
 
 def some(*cases):
     return cases if IS_WHOLE else cases[:1]
+
+def attention_calls(kernels, caches):
+    table = torch.ones(64, 40, dtype=torch.int64)
+    for rows, requests in some((1, 64), (16, 64)) + ((16, 2),):
+        block = [normal(requests, rows, heads, 128) for heads in (32, 8, 8)]
+        kernels.block_attention(
+            *block, *caches, table[:requests], table[:requests, 0], is_causal=True, window=None,
+        )
+    segments = [Segment(0, 1, 600, 0), Segment(1, 60, 0, 1)]
+    usual = ragged_shape(128, 2, 0, table.device)
+    shapes = (usual, DESCRIBED_SHAPES[128], LONG_SHAPES[128])
+    cuts = (*((shape, PLAIN) for shape in shapes), (usual, Softmax(50.0, normal(32))))
+    for shape, softmax in some(*cuts):
+        plan = plan_ragged(segments, 32, 8, shape, table.device)
+        block = [normal(61, heads, 128) for heads in (32, 8, 8)]
+        kernels.ragged_attention(*block, *caches, table, plan, torch.tensor(plan.ints), window=None, softmax=softmax)
+
+def fp8_kv_calls():
+    kernels = triton_kernels()
+    caches = [cache.to(FP8) for cache in between_layers(normal(40, 16, 8, 128), normal(40, 16, 8, 128))]
+    rows, table, slots = normal(4, 8, 128), normal(4, 128), torch.ones(4, dtype=torch.int64)
+    kernels.kv_store(rows, rows, *caches, slots)
+    kernels.rope_store(normal(1, 4, 48 * 128), None, 1e-6, table, table, 8, KVPlace(*caches, slots))
+    layers = [cache[None] for cache in caches]
+    kernels.context_kv_store(normal(4, 1, 2, 8, 128), normal(1, 128), 1e-6, table, table, *layers, slots)
+    attention_calls(kernels, caches)
 
 def calls():
     kernels = triton_kernels()
@@ -69,36 +96,24 @@ def calls():
     for rows in some(1, 8, 64, 300):
         routed = torch.zeros(rows, 4, dtype=torch.int64), normal(rows, 4)
         kernels.experts(normal(rows, 2880), *packed, *routed, clamped, biases)
-    for rows in some(1, 16):
-        block = [normal(64, rows, heads, 128) for heads in (32, 8, 8)]
-        table = torch.ones(64, 40, dtype=torch.int64)
-        kernels.block_attention(
-            *block, *between_layers(normal(40, 16, 8, 128), normal(40, 16, 8, 128)), table, table[:, 0], is_causal=True,
-            window=None,
-        )
+    attention_calls(kernels, between_layers(normal(40, 16, 8, 128), normal(40, 16, 8, 128)))
     silu_mul(normal(40, 256))
-    caches = between_layers(normal(40, 16, 2, 128), normal(40, 16, 2, 128))
-    table = torch.ones(2, 40, dtype=torch.int64)
-    segments = [Segment(0, 1, 600, 0), Segment(1, 60, 0, 1)]
-    usual = ragged_shape(128, 2, 0, table.device)
-    shapes = (usual, DESCRIBED_SHAPES[128], LONG_SHAPES[128])
-    cuts = (*((shape, PLAIN) for shape in shapes), (usual, Softmax(50.0, normal(8))))
-    for shape, softmax in some(*cuts):
-        plan = plan_ragged(segments, 8, 2, shape, table.device)
-        block = [normal(61, heads, 128) for heads in (8, 2, 2)]
-        kernels.ragged_attention(*block, *caches, table, plan, torch.tensor(plan.ints), window=None, softmax=softmax)
 
-sys.exit(compiling.run(calls, is_whole=IS_WHOLE, light=("_gated_experts_kernel", "_down_experts_kernel")))
+made = fp8_kv_calls if HAS_FP8_KV else calls
+light = ("_gated_experts_kernel", "_down_experts_kernel")
+sys.exit(compiling.run(made, is_whole=IS_WHOLE, light=light, needs_every_kernel=not HAS_FP8_KV))
 """
 
 
 @pytest.mark.parametrize(
-    ("shapes", "least"), [("few", 25), pytest.param("all", 60, marks=pytest.mark.slow)], ids=["few", "all"]
+    ("shapes", "least"),
+    [("few", 25), ("fp8-kv", 7), pytest.param("all", 60, marks=pytest.mark.slow)],
+    ids=["few", "fp8-kv", "all"],
 )
 def test_every_kernel_compiles(shapes: str, least: int) -> None:
     """The compiler rejects code that the interpreter accepts: type changes in loops, and errors in unused branches.
 
-    By default every kernel compiles once.
+    By default every kernel compiles once, and again with keys and values in FP8.
     """
     folders = (".", "kernels", "runtime", "tests/helpers")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "TRITON_INTERPRET": "0"}

@@ -223,7 +223,8 @@ def _write_answer(session: PairSession, request: DumpPlan, answer: Answer, overh
 
     output, pair = answer.output, session.llm.pair
     text = [*output.prompt_token_ids, *output.token_ids]
-    features = read_features(pair.target, pair.placement, pair.config.page_size, text[:-1], request.taps)
+    page_size, scales = pair.config.page_size, pair.kv_scales
+    features = read_features(pair.target, pair.placement, page_size, text[:-1], request.taps, scales)
     rows: torch.Tensor = features.view(len(text) - 1, len(request.taps), -1).cpu().contiguous()
     facts = TextFacts(
         row=answer.row,

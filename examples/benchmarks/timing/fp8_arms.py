@@ -1,4 +1,4 @@
-"""Pairs with weights in FP8, made from the random weights of a pair in the dtype of the run."""
+"""Pairs with weights or KV in FP8, made from the random weights of a pair in the dtype of the run."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dflash_kernels.fp8_weight import to_fp8
+from dflash_kernels.fp8_weight import FP8, to_fp8
 from dflash_runtime.checkpoint.layout import HEAD
 from dflash_runtime.device.loading import LoadedPair
 from timing.pairs import RandomPair, family_of
@@ -24,8 +24,13 @@ FP8_ARMS: Mapping[str, tuple[re.Pattern[str] | None, re.Pattern[str] | None]] = 
     "dflash-fp8-draft": (None, DRAFT_PART),
     "dflash-fp8-draft-all": (None, WHOLE_DRAFT),
     "dflash-fp8-both": (TARGET_PART, DRAFT_PART),
+    "plain-kv-fp8": (None, None),
+    "dflash-kv-fp8": (None, None),
 }
 """Arm -> the weights of the target and of the draft in FP8."""
+
+FP8_KV = "-kv-fp8"
+"""End of the names of arms with KV in FP8."""
 
 
 def fp8_pairs(random: RandomPair, arms: Sequence[str]) -> dict[str, LoadedPair]:
@@ -42,6 +47,8 @@ def fp8_pairs(random: RandomPair, arms: Sequence[str]) -> dict[str, LoadedPair]:
             drafted = {**drafted, HEAD: pair.target.head.plain}
         changed = replace(pair, target=made.get("target", pair.target) if in_target is not None else pair.target)
         drafted = drafted if in_draft is None else in_fp8(drafted, in_draft)
+        if arm.endswith(FP8_KV):
+            changed = replace(changed, placement=replace(pair.placement, kv_dtype=FP8))
         found[arm] = replace(changed, draft_weights=drafted).with_draft(pair.draft.config)
     return found
 

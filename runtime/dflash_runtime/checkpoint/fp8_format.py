@@ -34,7 +34,7 @@ MULTIPLIED = re.compile(r"(.*\.)?(\w+_proj|in_proj_\w+|fc|lm_head)(\.weight)?")
 """Matrices that the runtime multiplies in FP8. It needs plain weights for embeddings, routers and convolutions."""
 
 KV_SCALES = re.compile(r".*\.([kvq]_scale|[kvq]_proj\.output_scale)")
-"""Scales of a KV cache in FP8. The runtime keeps KV in the dtype of the run, so it needs no scales."""
+"""Scales of a KV cache in FP8. `models.kv_scales` reads them if the run stores KV in FP8."""
 
 EXPERT_PART = re.compile(r"(.*\.)(?:experts\.(?:\d+\.)?|shared_expert\.)(?:gate_up|gate|up|down)_proj(?:\.weight)?")
 

@@ -14,7 +14,10 @@ from dflash_runtime.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """The attention that a backend computes. `max_head_dim` None means any even head size: rope turns pairs."""
+    """The attention that a backend computes. `max_head_dim` None means any even head size: rope turns pairs.
+
+    With `fp8_pages` it reads and writes keys and values in FP8.
+    """
 
     causal: bool = True
     non_causal: bool = True
@@ -22,6 +25,7 @@ class Capability:
     non_causal_window: bool = True
     sinks: bool = True
     dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float64"})
+    fp8_pages: bool = True
     max_head_dim: int | None = None
 
     def can(self, need: "Need") -> bool:
@@ -52,8 +56,9 @@ BACKENDS: Mapping[str, Capability] = {
     "reference": Capability(),
     "triton": Capability(dtypes=frozenset({"float32", "bfloat16"}), max_head_dim=512),
 }
-"""Both backends compute every mask, window and sink. Tiles of heads of 512 take up to 66 KiB of shared memory on a GPU
-that has 99 KiB, the least from compute capability 8.0 on; wider heads were not tried."""
+"""Both backends compute every mask, window and sink, and store KV in FP8. GPUs below compute capability 8.9 convert FP8
+in integers. Tiles of heads of 512 take up to 66 KiB of shared memory on a GPU that has 99 KiB, the least from compute
+capability 8.0 on; wider heads were not tried."""
 
 
 def check_capability(
@@ -62,9 +67,12 @@ def check_capability(
     draft: DraftConfig | None,
     dtype: str,
     *,
+    has_fp8_pages: bool = False,
     backends: Mapping[str, Capability] = BACKENDS,
 ) -> None:
     """Refuse a pair, or a draft alone, if a layer needs attention that the backend lacks.
+
+    With `has_fp8_pages`, also refuse a backend without KV in FP8, and a target that keeps its own cache.
 
     Raises:
         UnsupportedError: names the layer, its attention, and the backends that compute it.
@@ -75,6 +83,8 @@ def check_capability(
             id="dtype-not-computed", field="dtype", found=dtype,
             expected=f"{_listed(capability.dtypes)} for the {backend} backend{_others(dtype, backends)}",
         )  # fmt: skip
+    if has_fp8_pages:
+        _check_fp8_pages(backend, target, backends)
     for need in _needs(target, draft):
         if not capability.can(need):
             able = [name for name, other in backends.items() if other.can(need)]
@@ -94,6 +104,23 @@ def check_capability(
                 expected="an even number" if size % 2 else f"at most {most} for the {backend} backend",
                 hint=f"--kernels {able[0]}" if able else None,
             )  # fmt: skip
+
+
+def _check_fp8_pages(backend: str, target: TargetConfig | None, backends: Mapping[str, Capability]) -> None:
+    """Refuse KV in FP8 for a backend without it, and for a target that keeps its own cache.
+
+    Raises:
+        UnsupportedError: names the backend or the target.
+    """
+    if not backends[backend].fp8_pages:
+        raise UnsupportedError(
+            id="fp8-kv-not-computed", field="--kv-dtype", found="fp8", expected=f"auto for the {backend} backend"
+        )
+    if target is not None and target.own_cache is not None:
+        raise UnsupportedError(
+            f"the {target.model_type} target keeps KV in its own cache, and dflash stores only KV pages in FP8",
+            id="fp8-kv-without-pages", field="--kv-dtype", found="fp8", hint="--kv-dtype auto",
+        )  # fmt: skip
 
 
 def _needs(target: TargetConfig | None, draft: DraftConfig | None) -> list[Need]:

@@ -49,7 +49,7 @@ class JoinedAttention:
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
-        self.prompts.kernels.kv_store(keys, values, *self.place(layer))
+        keys, values = self.prompts.kernels.kv_store(keys, values, *self.place(layer))
         return self.read(layer, query, keys, values, softmax)
 
     def place(self, layer: int) -> KVPlace:

@@ -8,6 +8,7 @@ T flat rows (R * N), H heads, KV heads of keys and values, D head dim.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.delta_rule import Gates
+from dflash_kernels.kv_format import UNSCALED, KVScales
 from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.models.layers import Recall
@@ -29,15 +32,24 @@ class KVCache:
     pages          [P, L, 2, page_size, W], keys then values. A page is contiguous over all layers: one piece to send.
     keys, values   views [L, P, page_size, KV, D], or [L, P, page_size, 1, W] if layers differ in their heads
     layers         number of a layer -> views of its keys and values in its own shape, [P, page_size, KV, D]
+    dtype          the dtype of the run: of rows before they are stored, and of attention
+    scales         number of a layer -> scales of its pages in FP8, if they are not 1
 
     L counts the layers with KV.
     """
 
     def __init__(
-        self, config: TargetConfig | DraftConfig, num_pages: int, page_size: int, placement: Placement
+        self,
+        config: TargetConfig | DraftConfig,
+        num_pages: int,
+        page_size: int,
+        placement: Placement,
+        scales: Mapping[int, KVScales] | None = None,
     ) -> None:
         shapes, width = {layer: config.kv_shapes[layer] for layer in config.kv_layers}, _width(config)
         self.page_size = page_size
+        self.dtype = placement.dtype
+        self.scales = scales or {}
         self.pages = _zeros((num_pages, len(shapes), 2, page_size, width), placement)
         common = next(iter(shapes.values())) if len(set(shapes.values())) == 1 else (1, width)
         by_layer = self.pages.permute(2, 1, 0, 3, 4)
@@ -48,6 +60,19 @@ class KVCache:
         }
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether pages hold fewer bits than rows: attention must read rounded rows in every step."""
+        return bool(self.pages.dtype != self.dtype)
+
+    def scales_of(self, layer: int) -> KVScales:
+        """The scales of a layer's keys and values."""
+        return self.scales.get(layer, UNSCALED)
+
+    def place(self, layer: int, slots: Tensor) -> KVPlace:
+        """Where a layer's keys and values of rows [T] with these slots are stored."""
+        return KVPlace(*self.layers[layer], slots, self.scales_of(layer))
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
         return math.prod(self.pages.shape[1:]) * self.pages.itemsize
@@ -55,10 +80,11 @@ class KVCache:
 
 def _zeros(shape: tuple[int, ...], placement: Placement) -> Tensor:
     """A tensor of zeros. On the CPU a page takes memory only when it is first written."""
-    num_bytes = math.prod(shape) * placement.dtype.itemsize
+    dtype = placement.page_dtype
+    num_bytes = math.prod(shape) * dtype.itemsize
     if placement.device.type != "cpu" or not num_bytes:
-        return torch.zeros(shape, device=placement.device, dtype=placement.dtype)
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(placement.dtype).view(shape)
+        return torch.zeros(shape, device=placement.device, dtype=dtype)
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _shaped(rows: Tensor, num_heads: int, head_dim: int) -> Tensor:
@@ -83,7 +109,8 @@ def _width(config: TargetConfig | DraftConfig) -> int:
 class PagedAttention:
     """An `Attend` over one cache for one forward: the context is read from pages, the block is dense.
 
-    With `slots` [R, N] the block's K and V are stored in pages too. A draft's block is never stored there.
+    With `slots` [R, N] the block's K and V are stored in pages too. A draft's block is never stored there,
+    and keeps the dtype of the run.
     """
 
     kernels: Kernels
@@ -103,12 +130,26 @@ class PagedAttention:
         context_len: int,
         causal: tuple[bool, ...],
         windows: tuple[int | None, ...],
-        memory: Recall | None = None,
     ) -> "PagedAttention":
         """Attention of one request with its context in the cache's first pages, in order. Its block is not stored."""
         num_pages = max(1, -(-context_len // cache.page_size))
         table = torch.arange(num_pages, device=cache.pages.device)[None]
-        return cls(kernels, cache, table, table.new_full((1,), context_len), causal, windows, memory=memory)
+        return cls(kernels, cache, table, table.new_full((1,), context_len), causal, windows)
+
+    @classmethod
+    def of_text(
+        cls,
+        kernels: Kernels,
+        cache: KVCache,
+        num_rows: int,
+        windows: tuple[int | None, ...],
+        memory: Recall | None = None,
+    ) -> "PagedAttention":
+        """Causal attention of a target's rows without context, which are not stored but rounded as stored rows are."""
+        table = torch.zeros((1, 1), dtype=torch.int64, device=cache.pages.device)
+        slots = table.new_full((1, num_rows), PAD) if cache.is_rounded else None
+        causal = (True,) * len(windows)
+        return cls(kernels, cache, table, table.new_zeros(1), causal, windows, slots, memory)
 
     def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         """See `models.layers.Recall`."""
@@ -119,14 +160,12 @@ class PagedAttention:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
         place = self.place(layer)
         if place is not None:
-            self.kernels.kv_store(keys, values, *place)
+            keys, values = self.kernels.kv_store(keys, values, *place)
         return self.read(layer, query, keys, values, softmax)
 
     def place(self, layer: int) -> KVPlace | None:
         """See `models.layers.Attend`."""
-        if self.slots is None:
-            return None
-        return KVPlace(*self.cache.layers[layer], self.slots.flatten())
+        return None if self.slots is None else self.cache.place(layer, self.slots.flatten())
 
     def read(
         self,
@@ -149,6 +188,7 @@ class PagedAttention:
             is_causal=self.causal[layer],
             window=self.windows[layer],
             softmax=softmax,
+            scales=self.cache.scales_of(layer),
             out=None if out is None else out.view(num_requests, -1, *query.shape[1:]),
         )
         return attended.reshape(query.shape)

@@ -106,13 +106,15 @@ class PagePorter:
     def begin_in(self, tensors: Mapping[str, Tensor], pages: Sequence[int], first: int) -> MovingPages:
         """Begin to copy a payload's pages, from number `first` on, to the pages of a request.
 
-        The request shares earlier pages with other requests. Zeros are stored for a missing tensor and for missing
-        layers, because the pages may hold rows of an earlier request.
+        The request shares earlier pages with other requests. Zeros are stored for missing layers, for a missing tensor,
+        and for one in FP8 if the pages are not, because the pages may hold rows of an earlier request.
         """
         fitting = {
             name: tensors[name]
             for name, cache in self._caches.items()
-            if name in tensors and _but_layers(tensors[name].shape) == _but_layers(_shape(cache, len(pages)))
+            if name in tensors
+            and _but_layers(tensors[name].shape) == _but_layers(_shape(cache, len(pages)))
+            and not _mixes(tensors[name].dtype, cache.pages.dtype)
         }
         return MovingPages(fitting, pages, first)
 
@@ -151,11 +153,11 @@ class PagePorter:
         taken = {}
         columns = self._upload.ints(moving.pages[begin:end])
         for name, cache in self._caches.items():
-            rows = cache.pages.index_select(0, columns)
+            rows = as_movable(cache.pages).index_select(0, columns).view(cache.pages.dtype)
             assert moving.num_tokens is not None
             num_last = moving.num_tokens - (end - 1) * cache.page_size
             if num_last < cache.page_size:
-                rows[-1, :, :, num_last:] = 0
+                as_movable(rows)[-1, :, :, num_last:] = 0
             taken[name] = rows
         return self._send(moving, MovingPiece(begin, end, taken, None))
 
@@ -192,10 +194,22 @@ class PagePorter:
         for name, cache in self._caches.items():
             rows = piece.tensors.get(name)
             num_layers = 0 if rows is None else min(rows.shape[1], cache.pages.shape[1])
-            if num_layers < cache.pages.shape[1]:
-                cache.pages.index_fill_(0, columns, 0)
+            stored = as_movable(cache.pages)
+            if num_layers < stored.shape[1]:
+                stored.index_fill_(0, columns, 0)
             if rows is not None and num_layers:
-                cache.pages[:, :num_layers].index_copy_(0, columns, rows[:, :num_layers].to(cache.pages.dtype))
+                fitting = as_movable(rows[:, :num_layers].to(cache.pages.dtype))
+                stored[:, :num_layers].index_copy_(0, columns, fitting)
+
+
+def as_movable(rows: Tensor) -> Tensor:
+    """The same memory in a dtype that torch can index and fill: bytes instead of FP8."""
+    return rows.view(torch.uint8) if rows.itemsize == 1 else rows
+
+
+def _mixes(one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether one of two dtypes is FP8: its numbers mean nothing without scales."""
+    return one != other and 1 in (one.itemsize, other.itemsize)
 
 
 def _but_layers(shape: Sequence[int]) -> tuple[int, ...]:

@@ -4,9 +4,11 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
+from dflash_kernels.kv_format import KVScales
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.checkpoint.runs_here import TargetRuntime, kept_packed
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
@@ -21,11 +23,13 @@ from dflash_runtime.device.settings import (
     device_of,
     resolve_dtype,
     resolve_kernels,
+    resolve_kv_dtype,
     resolve_limits,
 )
 from dflash_runtime.device.splitting import check_split
 from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
+from dflash_runtime.models.kv_scales import read_kv_scales
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes
 from dflash_runtime.models.target_shares import share_config
@@ -45,6 +49,7 @@ class LoadedPair:
     config           the engine config, without features that exclude each other
     warnings         about each feature that was switched off, and about the pair
     rounding         the kind of values that a trial of another number format rounded after loading; None otherwise
+    kv_scales        scales of each layer of the target, if KV is stored in FP8 and the checkpoint has scales
     weight_digests   digests of the weights of `target` and `draft`, computed when needed
     stop_token_ids   ids that end a text according to the target's configs
     """
@@ -59,6 +64,7 @@ class LoadedPair:
     target_runtime: TargetRuntime = "native"
     target_quantization: str | None = None
     rounding: str | None = None
+    kv_scales: Mapping[int, KVScales] = field(default_factory=dict)
     weight_digests: Mapping[str, WeightDigest] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
     stop_token_ids: tuple[int, ...] = ()
@@ -132,9 +138,13 @@ def load_pair(
         draft = None
     # A block may begin on the model's last position, so rope tables are one block longer than the model.
     num_positions = limits.max_model_len + limits.num_lookahead_tokens
-    spread = resolve_spread(config.device_map)
-    placement = Placement(device, dtype, kernels, num_positions, spread, config.module_swaps, ranks)
-    check_capability(kernels.name, target_config, draft.config if draft is not None else None, placement.dtype_name)
+    placement = Placement(
+        device, dtype, kernels, num_positions, resolve_spread(config.device_map), config.module_swaps, ranks,
+        resolve_kv_dtype(config.kv_dtype),
+    )  # fmt: skip
+    check = partial(check_capability, kernels.name, dtype=placement.dtype_name, has_fp8_pages=placement.has_fp8_pages)
+    check(target=target_config, draft=draft.config if draft is not None else None)
+    kv_scales = read_kv_scales(target.checkpoint) if placement.has_fp8_pages else {}
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
     fit = Fit(config, target_config, draft.config if draft is not None else None, limits, placement)
     placement = fit.check(_weight_bytes(target, draft, dtype, runtime, ranks))
@@ -143,6 +153,7 @@ def load_pair(
     loaded = load_target(target, placement, runtime)
     if loaded.config.own_cache is not None:
         runtime = "transformers-cache"
+        check(target=loaded.config, draft=None)
     if runtime != "native":
         can_be = can_capture(config, device, kernels)
         warnings = (*warnings, *hosted_warnings(loaded, can_be_captured=can_be))
@@ -159,6 +170,7 @@ def load_pair(
         warnings=warnings,
         target_runtime=runtime,
         target_quantization=quantization.label if quantization is not None else None,
+        kv_scales=kv_scales,
         weight_digests=digests,
         tokenizer=find_tokenizer(target.checkpoint.path),
         stop_token_ids=find_stop_ids(target),

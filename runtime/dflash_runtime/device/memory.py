@@ -156,7 +156,8 @@ def fit_num_pages(
             f"KV cache: one request needs {needed} pages of {config.page_size} tokens, {needed * page_bytes} bytes at "
             f"{token_bytes} bytes per token, but only {budget} bytes are free",
             id="kv-cache-too-small", field="kv_memory_bytes", found=budget, expected=f"{needed * page_bytes} bytes",
-            hint="give the KV cache more memory with --kv-memory or --gpu-memory-utilization",
+            hint="give the KV cache more memory with --kv-memory or --gpu-memory-utilization, or store KV in FP8 with "
+            "--kv-dtype fp8",
         )  # fmt: skip
     return min(wanted, affordable)
 
@@ -325,7 +326,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def _token_bytes(target: TargetConfig, draft: DraftConfig | None, placement: Placement) -> int:
     """KV bytes of one token in both models."""
-    return sum(bytes_per_token(item, placement.dtype) for item in (target, draft) if item is not None)
+    return sum(bytes_per_token(item, placement.page_dtype) for item in (target, draft) if item is not None)
 
 
 def _least_pages(config: EngineConfig, limits: Limits) -> int:

@@ -59,9 +59,12 @@ def fingerprint(pair: LoadedPair) -> Fingerprint:
         **_config_fields("target ", to_json(target), NOT_IN_TARGET),
         **_config_fields("target config.", getattr(pair.target, "code_config", {}), NOT_IN_CODE),
         "dtype": pair.placement.dtype_name,
+        "KV dtype": pair.placement.page_dtype_name,
         "page_size": config.page_size,
         "layout": LAYOUT,
     }
+    if pair.kv_scales:
+        fields["target KV scales"] = {str(layer): list(scales) for layer, scales in sorted(pair.kv_scales.items())}
     if pair.rounding is not None:
         fields["rounding"] = pair.rounding
     return Fingerprint({**fields, **_draft_fields(pair)})

@@ -218,12 +218,12 @@ class CuttingAttention:
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
-        self.kernels.kv_store(keys, values, *self.place(layer))
+        keys, values = self.kernels.kv_store(keys, values, *self.place(layer))
         return self.read(layer, query, keys, values, softmax)
 
     def place(self, layer: int) -> KVPlace:
         """See `models.layers.Attend`."""
-        return KVPlace(*self.cache.layers[layer], self.buffers.slots[: self.num_rows])
+        return self.cache.place(layer, self.buffers.slots[: self.num_rows])
 
     def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """Copy the layer's heads into the buffers -> the buffer with the output of attention, [T, H, D]."""

@@ -55,12 +55,12 @@ class RaggedAttention:
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[T, H, D], [T, KV, D] twice -> [T, H, D]."""
-        self.kernels.kv_store(keys, values, *self.place(layer))
+        keys, values = self.kernels.kv_store(keys, values, *self.place(layer))
         return self.read(layer, query, keys, values, softmax)
 
     def place(self, layer: int) -> KVPlace:
         """See `models.layers.Attend`."""
-        return KVPlace(*self.cache.layers[layer], self.slots)
+        return self.cache.place(layer, self.slots)
 
     def read(
         self,
@@ -81,6 +81,7 @@ class RaggedAttention:
             *self.plans[keys.shape[1], keys.shape[2]],
             window=self.windows[layer],
             softmax=softmax,
+            scales=self.cache.scales_of(layer),
             out=out,
         )
 
@@ -140,7 +141,7 @@ class PromptLayout:
         """
         filled = tuple(chunk for chunk in chunks if chunk.start < chunk.end)
         longest_context = max((chunk.start for chunk in filled), default=0)
-        itemsize, device = self.cache.pages.element_size(), self.cache.pages.device
+        itemsize, device = self.cache.dtype.itemsize, self.cache.pages.device
         shape_of = partial(ragged_shape, itemsize=itemsize, longest_context=longest_context, device=device)
         plans = plan_chunks(segments_of(filled), self.config, shape_of, device)
         plan = next(iter(plans.values()))

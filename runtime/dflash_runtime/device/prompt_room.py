@@ -88,9 +88,9 @@ class PromptRoom:
         )  # fmt: skip
 
     def _plan(self, segments: Sequence[Segment]) -> dict[tuple[int, int], RaggedPlan]:
-        pages = self._layout.cache.pages
-        shape_of = partial(few_rows_shape, itemsize=pages.element_size(), device=pages.device)
-        return plan_chunks(segments, self._layout.config, shape_of, pages.device)
+        cache = self._layout.cache
+        shape_of = partial(few_rows_shape, itemsize=cache.dtype.itemsize, device=cache.pages.device)
+        return plan_chunks(segments, self._layout.config, shape_of, cache.pages.device)
 
     def _lists(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         """The parts of the room's tensor for these chunks, padded to its size.

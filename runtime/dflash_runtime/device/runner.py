@@ -75,7 +75,7 @@ class Runner:
         self.samples_drafts = pair.config.draft_sampling == "probabilistic"
         self.texts = Texts(self.target) if isinstance(self.target, OwnCacheTarget) else None
         num_target_pages = num_pages if self.texts is None else 0
-        self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement)
+        self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement, pair.kv_scales)
         self.draft_kv = KVCache(self.draft.config, num_pages, page_size, pair.placement) if self.draft else None
         # A block may begin on the last position, so the table is one block longer than the model.
         max_pages = -(-(self.limits.max_model_len + self.limits.num_lookahead_tokens) // page_size)
@@ -301,10 +301,9 @@ class Runner:
         with as_current(self.device):
             text = self._upload.ints([*prompt_ids, *output_ids])
             positions = torch.arange(len(text) - 1, device=self.device)
-            causal = (True,) * self.target.config.num_layers
             config, placement = self.target.config, self._placement
             memory = recall_alone(config.recurrence, len(positions), placement)
-            attend = PagedAttention.in_order(self.kernels, self.target_kv, 0, causal, config.windows, memory)
+            attend = PagedAttention.of_text(self.kernels, self.target_kv, len(positions), config.windows, memory)
             hidden, _ = self.target(text[:-1], positions, attend, ())
             rows = hidden[len(prompt_ids) - 1 :].split(REGRET_ROWS)
             said = text[len(prompt_ids) :].split(REGRET_ROWS)

@@ -5,6 +5,7 @@ from typing import cast
 
 import torch
 
+from dflash_kernels.fp8_weight import FP8
 from dflash_kernels.launch_config import HAS_TRITON, MAX_GRID
 from dflash_kernels.suite import REFERENCE, KernelChoice, Kernels, pick_kernels
 from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
@@ -82,6 +83,11 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def resolve_kv_dtype(name: str) -> torch.dtype | None:
+    """The dtype of KV pages for `--kv-dtype`; None for `auto`, which is the dtype of the run."""
+    return FP8 if name == "fp8" else None
 
 
 def resolve_kernels(name: str, device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -115,7 +115,8 @@ def describe(runner: Runner) -> dict[str, Any]:
         "code": code_digest(),
         "target": _plain(runner.target.config),
         "draft": _plain(draft),
-        "dtype": str(runner.target_kv.pages.dtype),
+        "dtype": str(runner.target_kv.dtype),
+        "kv_dtype": str(runner.target_kv.pages.dtype),
         "draft_sampling": "probabilistic" if runner.samples_drafts else "greedy",
         "most_exact_requests": None if runner.states is None else str(runner.states.most_exact),
         "num_draft_tokens": limits.num_draft_tokens,
@@ -150,6 +151,7 @@ def _byte_ms(kv: KVCache) -> float:
     """Milliseconds to read a byte of KV; 0 if there is too little KV to measure it."""
     pages = kv.pages[: max(1, MAX_READ_BYTES // kv.page_bytes)]
     num_bytes = pages.numel() * pages.itemsize
+    pages = pages if pages.itemsize > 1 else pages.view(torch.int16)  # FP8 has no maximum
     return _milliseconds(pages.device, pages.amax) / num_bytes if num_bytes >= MIN_READ_BYTES else 0.0
 
 

@@ -6,13 +6,14 @@ block that a run would draft there.
 Axis letters: R anchors, N block rows, K drafted tokens, P pages, T rows of all texts, F features.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from dflash_kernels.kv_format import KVScales
 from dflash_kernels.launch_config import MAX_GRID
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.kv import KVCache, PagedAttention
@@ -109,9 +110,10 @@ class TextPages:
     def losses(self, draft: Draft, features: Tensor, anchors: Sequence[Anchor], num_drafts: int) -> Tensor:
         """The losses of `foretell`, [R, K], with gradients for the draft's weights. The draft has reference kernels."""
         pages = copy(self)
-        pages._placement = replace(self._placement, kernels=REFERENCE)
+        # FP8 has no gradients.
+        pages._placement = replace(self._placement, kernels=REFERENCE, kv_dtype=None)
         with as_current(self._placement.device):
-            cache = KVCache(draft.config, self._num_pages, self._page_size, self._placement)
+            cache = KVCache(draft.config, self._num_pages, self._page_size, pages._placement)
             cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)
             draft.write_context(features, self._positions, cache, self._slots)
             both = zip(cache.keys, cache.values, strict=True)
@@ -192,15 +194,22 @@ class TextPages:
 
 @torch.inference_mode()
 def read_features(
-    target: Target, placement: Placement, page_size: int, text: Sequence[int], layers: Sequence[int]
+    target: Target,
+    placement: Placement,
+    page_size: int,
+    text: Sequence[int],
+    layers: Sequence[int],
+    scales: Mapping[int, KVScales] | None = None,
 ) -> Tensor:
-    """The outputs of these layers over a text, concatenated, [T, F]. Runs one forward of the target without pages."""
+    """The outputs of these layers over a text, concatenated, [T, F]. Runs one forward of the target without pages.
+
+    `scales` are the scales of the target's KV in FP8.
+    """
     device, config = placement.device, target.config
     with as_current(device):
-        cache = KVCache(config, 1, page_size, placement)
+        cache = KVCache(config, 1, page_size, placement, scales)
         memory = recall_alone(config.recurrence, len(text), placement)
-        causal = (True,) * config.num_layers
-        attend = PagedAttention.in_order(placement.kernels, cache, 0, causal, config.windows, memory)
+        attend = PagedAttention.of_text(placement.kernels, cache, len(text), config.windows, memory)
         _, features = target(torch.tensor(text, device=device), torch.arange(len(text), device=device), attend, layers)
     assert features is not None, "layers to tap"
     return features

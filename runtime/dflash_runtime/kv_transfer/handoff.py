@@ -30,7 +30,7 @@ TARGET_PAGES, DRAFT_PAGES = "target", "draft"
 STATE = "state."
 """Prefix of the names of state tensors."""
 
-DtypeName = Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "bool"]
+DtypeName = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "bool"]
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(DtypeName)}
 """The dtypes of payload tensors, by their names in headers."""
 

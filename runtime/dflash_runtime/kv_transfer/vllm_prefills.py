@@ -232,11 +232,14 @@ def find_vllm_prefills(
     Raises:
         UsageError: the folder lacks a prefill of these prompts.
         HandoffMismatch, InvalidHandoff: see `VllmPrefill.check`.
-        UnsupportedError: the pair's target keeps its own cache.
+        UnsupportedError: the pair's target keeps its own cache, or its KV pages are in FP8.
     """
     if fingerprint.fields["target runtime"] == "own cache":
         text = "vLLM saves the KV of attention, and this target keeps its own cache"
         raise UnsupportedError(text, id="own-cache-target", path=folder)
+    if fingerprint.fields["KV dtype"] != fingerprint.fields["dtype"]:
+        text = "prefills of vLLM are read into pages in the dtype of the run, and this engine's pages are in FP8"
+        raise UnsupportedError(text, id="prefills-into-fp8-pages", path=folder, field="--kv-dtype", found="fp8")
     folders = _prefill_folders(folder)
     prefills = {}
     keys = tuple(f"prompt-{index + 1}" for index in range(len(prompts)))

@@ -28,8 +28,9 @@ class Spread:
 class Placement:
     """The device, dtype and kernels of a run. Rope tables cover positions `[0, num_positions)`.
 
-    With `spread` a target's weights may be on other devices. Its KV and its outputs are on `device`. With `has_swaps`
-    our kernels compute modules of a hosted target where they agree with transformers' code. `ranks` share the target.
+    Pages hold keys and values in `kv_dtype`, or in `dtype` if it is None. With `spread` a target's weights may be on
+    other devices. Its KV and its outputs are on `device`. With `has_swaps` our kernels compute modules of a hosted
+    target where they agree with transformers' code. `ranks` share the target.
     """
 
     device: torch.device
@@ -39,11 +40,27 @@ class Placement:
     spread: Spread | None = None
     has_swaps: bool = True
     ranks: Ranks = ALONE
+    kv_dtype: torch.dtype | None = None
 
     @property
     def dtype_name(self) -> str:
         """The dtype as configs write it: `bfloat16`."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def has_fp8_pages(self) -> bool:
+        """Whether keys and values are stored in FP8."""
+        return self.kv_dtype is not None
+
+    @property
+    def page_dtype(self) -> torch.dtype:
+        """The dtype of keys and values in pages."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
+
+    @property
+    def page_dtype_name(self) -> str:
+        """The dtype of keys and values in pages: `bfloat16` or `float8_e4m3fn`."""
+        return str(self.page_dtype).removeprefix("torch.")
 
 
 def as_current(device: torch.device) -> AbstractContextManager[object]:

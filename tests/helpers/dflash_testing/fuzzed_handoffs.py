@@ -95,7 +95,8 @@ def _vllm_prefill(home: Path) -> Reader:
     prompt, heads = tuple(range(20)), [[2, 4], [1, 6]]
     save_as_vllm({layer_name(number): torch.randn(20, 2, *shape) for number, shape in enumerate(heads)}, prompt, home)
     (folder,) = (item for item in home.iterdir() if item.is_dir())
-    here = Fingerprint({"target KV heads": heads, "target runtime": "pages", "dtype": "float32", "page_size": 10})
+    same = {"target runtime": "pages", "dtype": "float32", "KV dtype": "float32", "page_size": 10}
+    here = Fingerprint({"target KV heads": heads, **same})
     file = min(folder.glob("*.safetensors"))
     return Reader([file.read_bytes()], file_reader(file, lambda _: VllmPrefill(folder, prompt, 16).read("a", here)))
 

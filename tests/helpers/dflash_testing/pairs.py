@@ -1,7 +1,7 @@
 """Pairs for tests: the bundled one, small random ones, and drafts that are always right or always wrong."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ from dflash_cli.checkpoints.references import Role, fetch_directory, tiny_direct
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.delta_rule import Gates
+from dflash_kernels.kv_format import KVScales
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import DraftSource
@@ -29,7 +30,7 @@ from dflash_runtime.config import (
 )
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.recurrent import recall_alone
-from dflash_runtime.device.settings import resolve_kernels, rows_of_a_step
+from dflash_runtime.device.settings import resolve_kernels, resolve_kv_dtype, rows_of_a_step
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft
 from dflash_runtime.llm import LLM
@@ -215,7 +216,13 @@ DSPARK: dict[str, Any] = {
 
 
 def random_llm(
-    target: Target, draft: Draft | None, num_draft_tokens: int, *, max_model_len: int | None = None, **engine: Any
+    target: Target,
+    draft: Draft | None,
+    num_draft_tokens: int,
+    *,
+    max_model_len: int | None = None,
+    kv_scales: Mapping[int, KVScales] | None = None,
+    **engine: Any,
 ) -> LLM:
     """An LLM around loaded models, on a synchronous engine unless asked otherwise."""
     settings: dict[str, Any] = {"scheduling": "sync", "num_pages": 1000} | engine
@@ -228,8 +235,13 @@ def random_llm(
         max_batched_tokens=rows_of_a_step(config, REFERENCE),
     )
     kernels = REFERENCE if config.kernels == "auto" else resolve_kernels(config.kernels, CPU, target.embedding.dtype)
-    placed = replace(placement(target.embedding.dtype), kernels=kernels)
-    return LLM(LoadedPair(target=target, draft=draft, placement=placed, limits=limits, config=config))
+    kv_dtype = resolve_kv_dtype(config.kv_dtype)
+    placed = replace(placement(target.embedding.dtype), kernels=kernels, kv_dtype=kv_dtype)
+    return LLM(
+        LoadedPair(
+            target=target, draft=draft, placement=placed, limits=limits, config=config, kv_scales=kv_scales or {}
+        )
+    )
 
 
 def random_weights(

@@ -77,6 +77,15 @@ def test_a_backend_without_sinks_refuses_sinks() -> None:
     check_capability("new", TARGET, draft(has_sinks=True), "float32", backends=backends)
 
 
+def test_a_backend_without_fp8_pages_refuses_fp8_kv() -> None:
+    backends = {"old": Capability(fp8_pages=False)}
+    check_capability("old", TARGET, draft(), "float32", backends=backends)
+    with refuses(UnsupportedError, "fp8-kv-not-computed", field="--kv-dtype", found="fp8"):
+        check_capability("old", TARGET, draft(), "float32", has_fp8_pages=True, backends=backends)
+    for backend in BACKENDS:
+        check_capability(backend, TARGET, draft(), "float32", has_fp8_pages=True)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_odd_head_size_is_refused_before_a_step_fails(backend: str) -> None:
     with refuses(UnsupportedError, "head-size-not-computed", field="head_dim", found=15, hint=None):

@@ -35,6 +35,7 @@ def pair(**changes: object) -> Fingerprint:
         "target runtime": "pages",
         "draft KV heads": DRAFT_HEADS,
         "dtype": "float32",
+        "KV dtype": "float32",
         "page_size": 10,
     }
     return Fingerprint({**fields, **changes})
@@ -275,3 +276,9 @@ def test_a_target_with_its_own_cache_is_refused(tmp_path: Path) -> None:
     save_as_vllm(layers(), PROMPT, tmp_path)
     with refuses(UnsupportedError, "own-cache-target", path=tmp_path):
         find_vllm_prefills(tmp_path, [PROMPT], pair(**{"target runtime": "own cache"}))
+
+
+def test_pages_in_fp8_are_not_filled_from_files(tmp_path: Path) -> None:
+    save_as_vllm(layers(), PROMPT, tmp_path)
+    with refuses(UnsupportedError, "prefills-into-fp8-pages", path=tmp_path, field="--kv-dtype", found="fp8"):
+        find_vllm_prefills(tmp_path, [PROMPT], pair(**{"KV dtype": "float8_e4m3fn"}))
