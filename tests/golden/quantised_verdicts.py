@@ -19,14 +19,13 @@ from typing import Any
 
 import engine_loaders
 from engine_loaders import Reading
+from filled_parameters import mark, num_unfilled
 from verdict_recorder import Recorder
 
 from dflash_testing import checkpoints as support
 from dflash_testing import quantised_cases
 
 engine_loaders.PAIR = quantised_cases
-SENTINEL = 0x7F
-"""The byte of every parameter before loading, which no stored tensor has: NaN as a float."""
 
 
 def write(draft: Path, case: quantised_cases.QuantisedCase) -> None:
@@ -46,18 +45,6 @@ def write(draft: Path, case: quantised_cases.QuantisedCase) -> None:
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
 
 
-def mark(model: Any) -> None:
-    """Give every parameter bytes that no stored tensor has."""
-    import torch
-
-    for parameter in model.parameters():
-        parameter.data = (
-            torch.full((parameter.numel() * parameter.element_size(),), SENTINEL, dtype=torch.uint8)
-            .view(parameter.dtype)
-            .view(parameter.shape)
-        )
-
-
 UNNEEDED = ("lm_head.", "model.embed_tokens.", "model.mask_embedding")
 """Parameters that a draft leaves to the target. The scales of attention are set without a file."""
 
@@ -69,8 +56,7 @@ def of_model(model: Any, draft: Path) -> Reading:
 
     unfilled, plain = set(), set()
     for name, parameter in model.named_parameters():
-        data = parameter.detach().contiguous().view(-1).view(torch.uint8).view(-1, parameter.element_size())
-        if bool((data == SENTINEL).all(dim=1).any()) and not name.startswith(UNNEEDED) and ".attn." not in name:
+        if num_unfilled(parameter) and not name.startswith(UNNEEDED) and ".attn." not in name:
             unfilled.add(short(name))
         if name.endswith(".weight") and parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):
             plain.add(fused(name.removeprefix("model.")))
@@ -109,20 +95,16 @@ def plain_of(found: Mapping[str, Reading]) -> Reading:
 BASES = ("native, fp8 tensor, all", "native, fp8 block, all")
 
 
-UNREAD: Mapping[str, tuple[str, ...]] = {"sglang": ("gptq", "awq", "bitsandbytes nf4", "bitsandbytes int8")}
-"""Engine -> the packings whose methods need compiled code to be chosen."""
-
-
 def is_read(case: quantised_cases.QuantisedCase, engine: str) -> bool:
     """Whether the engine is asked: only vLLM reads the speculators dialect."""
-    return engine == "vllm" or (case.base == "native" and case.packing not in UNREAD.get(engine, ()))
+    return engine == "vllm" or case.base == "native"
 
 
 RECORDER = Recorder(
     description=__doc__,
     engines={
         "vllm": ("vllm", partial(engine_loaders.start_vllm, of_vllm, mark, on_gpu=True), "vllm"),
-        "sglang": ("sglang", partial(engine_loaders.start_sglang, of_vllm, mark, own_layers=True), "sglang 0.5.23"),
+        "sglang": ("sglang", partial(engine_loaders.start_sglang, of_vllm, mark), "sglang 0.5.23"),
     },
     cases=quantised_cases.all_cases(),
     is_read=is_read,
