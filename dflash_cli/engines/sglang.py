@@ -97,8 +97,9 @@ class SglangEngine(ServingEngine):
             return super().serves_kind(dialect, config)
         nested = as_object(config.get("dflash_config"))
         has_head = nested.get("markov_rank", config.get("markov_rank")) != 0 or not dialect.difference
-        is_listed = isinstance(config.get("architectures"), list)
-        return is_listed and "speculators_model_type" not in config and has_head and super().serves_kind(dialect, config)
+        if not isinstance(config.get("architectures"), list) or "speculators_model_type" in config:
+            return False
+        return has_head and super().serves_kind(dialect, config)
 
     def read_values(self, subject: Subject) -> EngineReading | None:
         """The values of SGLang's parser and model."""

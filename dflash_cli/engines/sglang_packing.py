@@ -24,6 +24,7 @@ from dflash_cli.engines.packed_weights import (
     is_listed,
     load_packed,
     matrices,
+    needed,
     nibbles,
     with_scale,
 )

@@ -22,8 +22,8 @@ from dflash_cli.engines.engine_reading import (
 )
 from dflash_cli.engines.family_reading import read_logits
 from dflash_cli.engines.packed_weights import is_packed
-from dflash_cli.engines.serving_engine import Release
 from dflash_cli.engines.partial_loads import partial_loads
+from dflash_cli.engines.serving_engine import Release
 from dflash_cli.engines.vllm_packing import load_packing
 from dflash_cli.engines.vllm_settings import check_head, settings_of
 from dflash_cli.formats.fields import AUX_KEY

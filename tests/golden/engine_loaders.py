@@ -1,5 +1,6 @@
 """Load drafts with the engines' own, unchanged code on a CPU: the config, the modules, the weights."""
 
+import contextlib
 import json
 import os
 import sys
@@ -173,6 +174,8 @@ def start_sglang(own: Own = nothing, prepare: Prepare = leave) -> Load:
     """
     import torch
 
+    with contextlib.suppress(ImportError):
+        import bitsandbytes  # noqa: F401 its backend is chosen when it is imported
     seem_hopper()
     sys.modules["sgl_kernel.scalar_type"] = None  # type: ignore[assignment]  # SGLang then uses its own names of types
     kernels = next(Path(path) / "sglang/kernels/jit" for path in sys.path if (Path(path) / "sglang/srt").is_dir())
@@ -222,7 +225,7 @@ def start_sglang(own: Own = nothing, prepare: Prepare = leave) -> Load:
         prepare(model)
         resized = Resized(model, weights_of(draft))
         model.load_weights(resized.weights)
-        for module in model.modules():  # layers/quantization/bitsandbytes.py:348; the default loader sets no state
+        for module in model.modules():  # bitsandbytes.py:301 and :378; only a loader of its own sets a state
             is_packed = type(getattr(module, "quant_method", None)).__name__ == "BitsAndBytesLinearMethod"
             if is_packed and not hasattr(module.weight, "bnb_quant_state"):
                 raise ValueError("bitsandbytes.py: the first step finds no bnb_quant_state")

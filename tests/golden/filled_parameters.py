@@ -21,12 +21,12 @@ def mark_parameter(parameter: Any) -> None:
     parameter.data = data.view(parameter.dtype).view(parameter.shape)
 
 
-def num_unfilled(parameter: Any) -> int:
-    """The number of values that keep the bytes of `mark`."""
+def unfilled(parameter: Any) -> Any:
+    """Whether each value keeps the bytes of `mark`, as a flat tensor."""
     import torch
 
     data = parameter.detach().contiguous().view(-1).view(torch.uint8).view(-1, parameter.element_size())
-    return int((data == SENTINEL).all(dim=1).sum())
+    return (data == SENTINEL).all(dim=1)
 
 
 class Resized:
@@ -47,16 +47,13 @@ class Resized:
                 setattr(parameter, key, self._watched(getattr(parameter, key), parameter))
 
     def _watched(self, load: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-        is_marked = False
-
         def watched(parameter: Any, loaded: Any, *given: Any, **named: Any) -> Any:
-            nonlocal is_marked
-            if not is_marked:
-                mark_parameter(owner)
-                is_marked = True
-            before, size = num_unfilled(owner), loaded.numel()
+            size, before = loaded.numel(), owner.data
+            mark_parameter(owner)
             found = load(parameter, loaded, *given, **named)
-            added = before - num_unfilled(owner) - size
+            is_old = unfilled(owner)
+            owner.data.view(-1)[is_old] = before.view(-1)[is_old]
+            added = owner.numel() - int(is_old.sum()) - size
             if added and id(loaded) in self._names:
                 (self.padded if added > 0 else self.cut).append(self._names[id(loaded)])
             return found

@@ -19,7 +19,7 @@ from typing import Any
 
 import engine_loaders
 from engine_loaders import Reading
-from filled_parameters import mark, num_unfilled
+from filled_parameters import mark, unfilled
 from verdict_recorder import Recorder
 
 from dflash_testing import checkpoints as support
@@ -54,10 +54,10 @@ def of_model(model: Any, draft: Path) -> Reading:
     import torch
     from safetensors import safe_open
 
-    unfilled, plain = set(), set()
+    left, plain = set(), set()
     for name, parameter in model.named_parameters():
-        if num_unfilled(parameter) and not name.startswith(UNNEEDED) and ".attn." not in name:
-            unfilled.add(short(name))
+        if unfilled(parameter).any() and not name.startswith(UNNEEDED) and ".attn." not in name:
+            left.add(short(name))
         if name.endswith(".weight") and parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):
             plain.add(fused(name.removeprefix("model.")))
     packed = set()
@@ -65,7 +65,7 @@ def of_model(model: Any, draft: Path) -> Reading:
         for name in file.keys():  # noqa: SIM118
             if name.endswith(".weight") and file.get_slice(name).get_dtype() not in ("BF16", "F16", "F32"):
                 packed.add(fused(name))
-    return {"unfilled": sorted(unfilled), "misread": sorted({short(name) for name in packed & plain})}
+    return {"unfilled": sorted(left), "misread": sorted({short(name) for name in packed & plain})}
 
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
