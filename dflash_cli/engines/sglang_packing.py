@@ -118,7 +118,7 @@ def _modelopt(parts: PartsOf) -> Callable[[Mapping[str, Any]], Method]:
 
 
 def _gptq(settings: Mapping[str, Any]) -> Method:
-    """GPTQ of 4 or 8 symmetric bits. SGLang has no kernel for other ones (gptq/schemes/gptq_linear.py:32)."""
+    """GPTQ of 4 or 8 symmetric bits. Other settings stop SGLang (gptq/schemes/gptq_linear.py:32)."""
     bits, group = needed(settings, "bits"), needed(settings, "group_size")
     needed(settings, "desc_act")
     is_known = is_int(bits) and bits in (4, 8) and is_int(group) and group in MARLIN_GROUPS

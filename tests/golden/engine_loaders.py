@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,7 +176,7 @@ def start_sglang(own: Own = nothing, prepare: Prepare = leave) -> Load:
     import torch
 
     with contextlib.suppress(ImportError):
-        import bitsandbytes  # noqa: F401 its backend is chosen when it is imported
+        import_module("bitsandbytes")  # its backend is chosen when it is imported
     seem_hopper()
     sys.modules["sgl_kernel.scalar_type"] = None  # type: ignore[assignment]  # SGLang then uses its own names of types
     kernels = next(Path(path) / "sglang/kernels/jit" for path in sys.path if (Path(path) / "sglang/srt").is_dir())

@@ -200,7 +200,7 @@ BIASED: tuple[Mapping[str, Any], ...] = (
     {"num_attention_heads": 2}, {"num_attention_heads": 8}, {"num_key_value_heads": 1}, {"intermediate_size": 48},
     {"intermediate_size": 128},
 )  # fmt: skip
-"""Sizes that differ from those of the projections and their biases. On `gpt_oss`."""
+"""A stated size that differs from the projections and biases in the file. On `gpt_oss`."""
 
 
 BODY = "transformer_layer_config."
