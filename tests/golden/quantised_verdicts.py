@@ -65,7 +65,7 @@ def of_model(model: Any, draft: Path) -> Reading:
 
 
 def packed_weights(draft: Path) -> list[str]:
-    """The names of stored weights whose elements are not plain floats."""
+    """Names of stored weights with packed elements."""
     from safetensors import safe_open
 
     with safe_open(draft / "model.safetensors", "pt") as file:

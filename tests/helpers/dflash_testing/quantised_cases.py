@@ -272,7 +272,7 @@ class QuantisedCase:
 
     @property
     def is_unknown_to_transformers(self) -> bool:
-        """Whether transformers passes over the packing: it has no statement, or Model-Optimizer's."""
+        """Whether transformers knows no method for the packing: nothing states one, or Model-Optimizer does."""
         return self.variant == "no config" or self.packing.startswith("modelopt")
 
     @property
