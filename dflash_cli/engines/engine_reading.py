@@ -42,6 +42,7 @@ class EngineReading:
     taps        the captured layers, counted from 0; -1 is the embedding's output
     block_size  None if the engine ignores the key
     cut         tensors that the engine loads in part: the config states fewer rows or columns than the file has
+    padded      tensors that the engine extends by zeros: the config states more rows or columns than the file has
     packed      parts of packed weights that the engine leaves at random values, or takes for plain numbers
     own         key -> value of the settings that only this family has
     """
@@ -61,6 +62,7 @@ class EngineReading:
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     cut: tuple[str, ...] = ()
+    padded: tuple[str, ...] = ()
     packed: tuple[str, ...] = ()
     own: Mapping[str, Any] = field(default_factory=dict)
 
@@ -292,9 +294,9 @@ def check_all_tensors(found: Mapping[str, Any], num_taps: int, subject: Subject)
 
 
 def check_shapes(
-    found: Mapping[str, Any], num_taps: int, subject: Subject, *, cut: Collection[str] = (), **more: Any
+    found: Mapping[str, Any], num_taps: int, subject: Subject, *, resized: Collection[str] = (), **more: Any
 ) -> None:
-    """Require tensors of the shapes that the resolved sizes give, except tensors that the engine cuts.
+    """Require tensors of the shapes that the resolved sizes give, except tensors that the engine cuts or extends.
 
     Missing tensors stop no engine here.
 
@@ -309,7 +311,7 @@ def check_shapes(
     config = stand_in(sizes, num_taps, attention_bias=found["attention_bias"], **more)
     if config is None:
         raise EngineStops(place, "the sizes are not those of a draft")
-    shapes = {name: tuple(info.shape) for name, info in subject.tensors.items() if name not in cut}
+    shapes = {name: tuple(info.shape) for name, info in subject.tensors.items() if name not in resized}
     expected_shapes = {name: shape for name, shape in body_shapes(config).items() if name not in (EMBEDDING, HEAD)}
     _, _, wrong = compare_tensors(expected_shapes, shapes)
     if wrong:

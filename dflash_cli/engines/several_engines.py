@@ -1,9 +1,11 @@
 """Rules about several engines at once, and about habits of exporters that engines treat differently."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.engine_reading import EngineReading
+from dflash_cli.engines.partial_loads import changes_nothing
 from dflash_cli.engines.serving_engine import (
     EnginesWhere,
     Habit,
@@ -307,12 +309,17 @@ def engine_accepts_the_config(subject: Subject) -> Iterator[Problem]:
 def engine_reads_what_is_stated(subject: Subject) -> Iterator[Problem]:
     """The engine reads the windows, taps, mask token, block, rope, epsilon and sinks that the config states.
 
-    It also loads every row of every tensor. S07, S11, S24 and S25 compare the causality.
+    It also loads every row of every tensor, and adds none. S07, S11, S24 and S25 compare the causality.
     """
     for engine, reading in _readings(subject):
         if isinstance(reading, EngineReading) and reading.cut:
             message = f"{engine} loads only the first rows or columns of {len(reading.cut)} tensors"
             yield Problem(f"{WEIGHTS}:{reading.cut[0]}", message, engines=(engine.name,))
+        if isinstance(reading, EngineReading) and reading.padded:
+            message = f"{engine} adds zeros to {len(reading.padded)} tensors, up to the size that the config states"
+            problem = Problem(f"{WEIGHTS}:{reading.padded[0]}", message, engines=(engine.name,))
+            is_harmless = changes_nothing(reading.padded, subject)
+            yield replace(problem, severity="warning", outcome="serves") if is_harmless else problem
         if not isinstance(reading, EngineReading) or subject.parsed is None:
             continue
         for field, (found, meant) in reading.differences(subject.parsed.config).items():

@@ -92,14 +92,14 @@ class SglangEngine(ServingEngine):
     """Source: 0.5.23 models/dflash.py load_weights, models/qwen3.py layers_to_capture, dflash_worker_v2.py."""
 
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
-        """Variants of DSpark need a Markov head. A single text in `architectures` counts as a list of it."""
+        """Variants of DSpark need a Markov head. A single text in `architectures` stops the loader."""
         if isinstance(dialect, Kind):
             return super().serves_kind(dialect, config)
         nested = as_object(config.get("dflash_config"))
         has_head = nested.get("markov_rank", config.get("markov_rank")) != 0 or not dialect.difference
-        stated = config.get("architectures")
-        named = {**config, "architectures": [stated]} if isinstance(stated, str) else config
-        return "speculators_model_type" not in config and has_head and super().serves_kind(dialect, named)
+        if not isinstance(config.get("architectures"), list) or "speculators_model_type" in config:
+            return False
+        return has_head and super().serves_kind(dialect, config)
 
     def read_values(self, subject: Subject) -> EngineReading | None:
         """The values of SGLang's parser and model."""

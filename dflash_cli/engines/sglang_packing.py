@@ -17,26 +17,32 @@ from dflash_cli.engines.packed_weights import (
     SCALAR,
     PackedLoad,
     PartsOf,
+    awq,
     compressed_parts,
     fp8_parts,
+    gptq,
     is_listed,
     load_packed,
     matrices,
+    needed,
     nibbles,
     with_scale,
 )
+from dflash_cli.engines.partial_loads import BY_INPUT
 from dflash_cli.engines.vllm_packing import stated_packing
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.json_values import as_object
+from dflash_runtime.json_values import as_object, is_int
 
 UNMODELLED = frozenset(
     {
-        "mxfp8", "minimax_m3_nvfp4", "blockwise_int8", "nvfp4_online", "modelopt_mixed", "w8a8_int8", "w8a8_fp8", "awq",
-        "awq_marlin", "bitsandbytes", "gguf", "gptq", "gptq_marlin", "moe_wna16", "w4afp8", "petit_nvfp4", "quark",
-        "quark_mxfp4", "auto-round", "auto-round-int8", "modelslim", "quark_int4fp8_moe", "humming", "mxfp_w4a8",
+        "mxfp8", "minimax_m3_nvfp4", "blockwise_int8", "nvfp4_online", "modelopt_mixed", "w8a8_int8", "w8a8_fp8",
+        "awq_marlin", "gguf", "gptq_marlin", "moe_wna16", "w4afp8", "petit_nvfp4", "quark", "quark_mxfp4",
+        "auto-round", "auto-round-int8", "modelslim", "quark_int4fp8_moe", "humming", "mxfp_w4a8",
     }
 )  # fmt: skip
-"""Methods without a recording. SGLang chooses GPTQ and AWQ by compiled code."""
+"""Methods without a recording."""
+MARLIN_GROUPS = (-1, 32, 64, 128)
+"""Columns with one scale in the kernel of GPTQ and AWQ. Source: layers/quantization/marlin_utils.py:44."""
 SHARDS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 FUSED = {shard: fused for fused, shards in SHARDS.items() for shard in shards}
 Method = tuple[PartsOf, Callable[[str], bool]]
@@ -61,7 +67,7 @@ def load_packing(subject: Subject, found: Mapping[str, Any], num_taps: int) -> P
         last = module.rpartition(".")[2]
         return parts if last != "fc" and is_packed(FUSED.get(last, last)) else None
 
-    return load_packed(subject, matrices(found, num_taps), parts_of, is_strict=False, cutting=("o_proj", "down_proj"))
+    return load_packed(subject, matrices(found, num_taps), parts_of, is_strict=False, cutting=BY_INPUT)
 
 
 def _method(settings: Mapping[str, Any]) -> Method | None:
@@ -111,9 +117,44 @@ def _modelopt(parts: PartsOf) -> Callable[[Mapping[str, Any]], Method]:
     return read
 
 
+def _gptq(settings: Mapping[str, Any]) -> Method:
+    """GPTQ of 4 or 8 symmetric bits. Other settings stop SGLang (gptq/schemes/gptq_linear.py:32)."""
+    bits, group = needed(settings, "bits"), needed(settings, "group_size")
+    needed(settings, "desc_act")
+    is_known = is_int(bits) and bits in (4, 8) and is_int(group) and group in MARLIN_GROUPS
+    for key, is_right in (("bits", is_known), ("sym", settings.get("sym") is True)):
+        if not is_right:
+            raise EngineStops(f"{KEY}.{key}", f"found {settings.get(key)!r}; SGLang packs 4 or 8 bits, symmetric")
+    return gptq(bits, group), lambda module: True
+
+
+def _awq(settings: Mapping[str, Any]) -> Method:
+    """AWQ of 4 bits. SGLang compares parts of names with its list of plain modules."""
+    bits, group = needed(settings, "bits"), needed(settings, "group_size")
+    needed(settings, "zero_point")
+    if bits != 4 or not is_int(group) or group not in MARLIN_GROUPS:
+        raise EngineStops(f"{KEY}.bits", f"found {bits!r} in groups of {group!r}, expected 4 in groups of 128")
+    ignored = [item for item in settings.get("modules_to_not_convert") or () if isinstance(item, str)]
+    return awq(4, group), lambda module: not any(name in module for name in ignored)
+
+
+def _bitsandbytes(settings: Mapping[str, Any]) -> Method:
+    """bitsandbytes, which SGLang loads with no model of a draft: its first step finds no state of the packed weights.
+
+    Source: model_loader/loader.py:2871 and :4233, layers/quantization/bitsandbytes.py:301 and :378.
+    """
+    ignored = settings.get("llm_int8_skip_modules") or ()
+    if not all(name in ignored for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")):
+        raise EngineStops(f"{KEY}.quant_method", "bitsandbytes, which SGLang 0.5.23 loads for no DFlash draft")
+    return NOTHING, lambda module: False
+
+
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method | None]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
     "modelopt_fp8": _modelopt(with_scale("weight_scale", lambda rows, columns: SCALAR, "input_scale")),
     "modelopt_fp4": _modelopt(nibbles("weight", "weight_scale_2", "input_scale")),
 }

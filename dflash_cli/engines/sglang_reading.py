@@ -24,6 +24,7 @@ from dflash_cli.engines.engine_reading import (
 )
 from dflash_cli.engines.family_reading import selector_parts
 from dflash_cli.engines.packed_weights import is_packed
+from dflash_cli.engines.partial_loads import PartialLoads, partial_loads
 from dflash_cli.engines.sglang_packing import load_packing
 from dflash_cli.engines.sglang_settings import read_block, read_markov, read_selector_of_sglang
 from dflash_cli.formats.fields import guess_taps
@@ -32,6 +33,9 @@ from dflash_runtime.json_values import as_object, is_int, is_number
 
 LEAST_DEPTH = 4
 """The fewest layers from which SGLang guesses the tapped ones."""
+
+PADDED = ("gate_proj", "up_proj", "down_proj", "o_proj")
+"""Projections that SGLang extends by zeros if the config states a larger size."""
 
 NO_LAST_LAYER = frozenset(
     {
@@ -50,9 +54,8 @@ def read_native(subject: Subject) -> EngineReading | None:
     """
     config = subject.config
     nested = as_object(config.get("dflash_config"))
-    expected = subject.format.architecture  # S34 reports the models of other families
-    if expected is not None and config.get("architectures") != expected:
-        check_architecture(config, expected)
+    if subject.format.architecture is not None:  # S34 reports the models of other families
+        check_architecture(config, subject.format.architecture)
     found = resolve_auto(config)
     _check_type(config)
     if found is None or _has_own_embedding(config):
@@ -84,8 +87,9 @@ def read_native(subject: Subject) -> EngineReading | None:
     _check_model(found, subject)
     check_mask(mask, subject)
     packed = load_packing(subject, found, num_taps) if is_packed(subject) else None
+    loads = PartialLoads() if packed is not None else partial_loads(found, subject, padding=PADDED)
     if packed is None:
-        check_shapes(found, num_taps, subject, **parts)
+        check_shapes(found, num_taps, subject, resized=(*loads.cut, *loads.padded), **parts)
     return EngineReading(
         windows=tuple(window if (window or 0) > 0 else None for window in windows_of(found)),
         causal=causal_of(config.get("is_causal"), found),
@@ -100,6 +104,8 @@ def read_native(subject: Subject) -> EngineReading | None:
         value_scale=scale,
         output_multiplier=multiplier,
         final_logit_softcapping=softcap if softcap > 0 else None,
+        cut=loads.cut,
+        padded=loads.padded,
         packed=packed.faults if packed is not None else (),
         own=own,
     )

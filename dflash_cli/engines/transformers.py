@@ -13,7 +13,6 @@ from dflash_cli.engines.engine_reading import (
     causal_of,
     check_captured,
     check_mask,
-    check_packing,
     check_rope,
     check_shapes,
     real,
@@ -37,6 +36,7 @@ from dflash_cli.formats.fields import guess_taps
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
+from dflash_cli.rules.themes.tensors import FLOATS
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
 from dflash_runtime.json_values import as_object, is_int, is_number
 
@@ -82,7 +82,7 @@ class Transformers(ServingEngine):
         """The values of z-lab's loader and loop, which read every draft as Qwen3. Source: dflash 0.1.0 model.py."""
         config, nested = subject.config, subject.config.get("dflash_config", {})
         found = resolve(config, "qwen3")
-        check_packing(config)
+        _check_packing(config)
         if not isinstance(nested, dict):
             raise EngineStops("dflash_config", f"found {nested!r}, expected an object")
         depth = config.get("num_target_layers")
@@ -111,6 +111,7 @@ class Transformers(ServingEngine):
             rope=found["rope_parameters"],
             eps=found["rms_norm_eps"],
             block_size=whole("block_size", stated.get("block_size", 16)),
+            packed=_misread(subject),
             own={**own, "input_embedding_scale": scale} if own else {},
             **read_logits(stated),
         )
@@ -193,6 +194,46 @@ def reference_has_no_sinks(subject: Subject) -> Iterator[Problem]:
     """The draft works without attention sinks, because z-lab's code does not compute them."""
     if subject.stated.value("has_sinks") is True:
         yield Problem(subject.at("has_sinks"), "true")
+
+
+METHODS = frozenset(
+    {
+        "aqlm", "auto-round", "awq", "bitnet", "bitsandbytes", "compressed-tensors", "eetq", "fbgemm_fp8",
+        "fouroversix", "fp8", "fp_quant", "gemma", "gguf", "gptq", "higgs", "hqq", "metal", "mxfp4", "mxfp8", "nvfp4",
+        "quanto", "quark", "sinq", "spqr", "torchao", "vptq",
+    }
+)  # fmt: skip
+"""Methods of packed weights that transformers loads. Source: transformers 5.23.0 quantizers/auto.py."""
+
+
+def _check_packing(config: Mapping[str, Any]) -> None:
+    """Require an object with a method, if the config states a quantization.
+
+    Raises:
+        EngineStops: the statement is not an object, or it names no method.
+    """
+    packing = config.get("quantization_config")
+    if packing is None:
+        return
+    if not isinstance(packing, dict):
+        raise EngineStops("quantization_config", f"found {packing!r}, expected an object")
+    if packing.get("quant_method") is None and not any(map(packing.get, ("load_in_8bit", "load_in_4bit"))):
+        raise EngineStops("quantization_config.quant_method", "missing")
+
+
+def _misread(subject: Subject) -> tuple[str, ...]:
+    """The matrices of packed numbers that transformers takes for plain ones, because it knows no method for them.
+
+    transformers passes over an unknown method, such as Model-Optimizer's, and over hf_quant_config.json.
+    """
+    packing = as_object(subject.config.get("quantization_config"))
+    if packing.get("quant_method") in METHODS or any(map(packing.get, ("load_in_8bit", "load_in_4bit"))):
+        return ()
+    return tuple(
+        name
+        for name, info in (subject.tensors or {}).items()
+        if name.startswith(("layers.", "fc.")) and name.endswith(".weight") and info.dtype not in FLOATS
+    )
 
 
 PACKAGES: Mapping[str, str] = {

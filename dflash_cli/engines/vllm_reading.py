@@ -22,6 +22,7 @@ from dflash_cli.engines.engine_reading import (
 )
 from dflash_cli.engines.family_reading import read_logits
 from dflash_cli.engines.packed_weights import is_packed
+from dflash_cli.engines.partial_loads import partial_loads
 from dflash_cli.engines.serving_engine import Release
 from dflash_cli.engines.vllm_packing import load_packing
 from dflash_cli.engines.vllm_settings import check_head, settings_of
@@ -143,9 +144,9 @@ def read_model(
     if release < READS_KINDS:
         _check_biases(found, subject)
     packed = load_packing(subject, found, len(aux)) if release >= READS_PACKED and is_packed(subject) else None
-    cut = _cut(found, subject) if packed is None else ()
+    cut = partial_loads(found, subject).cut if packed is None else ()
     if packed is None and found["intermediate_size"] and found["num_attention_heads"]:
-        check_shapes(found, len(aux), subject, cut=cut, target_hidden_size=width, **parts)
+        check_shapes(found, len(aux), subject, resized=cut, target_hidden_size=width, **parts)
     check_captured([layer - 1 for layer in aux], width, subject)
     check_mask(mask, subject)
     sinks = nested.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))
@@ -176,25 +177,6 @@ def _check_biases(found: Mapping[str, Any], subject: Subject) -> None:
     name = next((item for item in biases if not item.startswith(CONFIDENCE)), None)
     if name is not None and not found["attention_bias"]:
         raise EngineStops(f"{WEIGHTS}:{name}", "the model has no biases, and this release stops at one")
-
-
-def _cut(found: Mapping[str, Any], subject: Subject) -> tuple[str, ...]:
-    """The projections that have more rows or columns than the config says. vLLM loads the first ones of a shard.
-
-    Source: 0.33.0 layers/linear.py weight_loader, which narrows each stored tensor to the shard of its rank.
-    """
-    width, inner = found["hidden_size"], found["intermediate_size"]
-    queries, keys = (found[key] * found["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
-    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": inner, "up_proj": inner}
-    columns = {"o_proj": queries, "down_proj": inner}
-    names = []
-    for name, info in (subject.tensors or {}).items():
-        part, shape = name.removesuffix(".weight").rpartition(".")[2], tuple(info.shape)
-        if name.endswith(".weight") and len(shape) == 2:
-            is_taller = part in rows and shape[0] > rows[part] and shape[1] == width
-            if is_taller or (part in columns and shape[1] > columns[part] and shape[0] == width):
-                names.append(name)
-    return tuple(names)
 
 
 def _captured(config: Mapping[str, Any], nested: Mapping[str, Any], subject: Subject, release: Release) -> list[int]:

@@ -29,14 +29,18 @@ ENGINES = {
 OLDER = {f"vllm 0.{minor}.0": f"vllm@0.{minor}" for minor in range(24, 33)}
 FIELDS = (
     "taps", "block_size", "mask_token_id", "windows", "causal", "rope", "eps", "neox", "gemma_norms", "sinks",
-    "value_scale", "logit_scale", "output_multiplier", "final_logit_softcapping",
+    "value_scale", "logit_scale", "output_multiplier", "final_logit_softcapping", "cut", "padded",
 )  # fmt: skip
 STOPS_LATER = {
     "vllm": {
         "speculators: transformer_layer_config.rms_norm_eps=null", "full: logit_scale=null", 'full: logit_scale="1"',
-    }
+    },
+    "sglang": {"full: num_attention_heads=3"},
 }  # fmt: skip
-"""Engine -> the cases in which it loads, and its first step stops, which the recordings do not reach."""
+"""Engine -> the cases in which it loads, and its first step stops, which the recordings do not reach.
+
+SGLang's attention kernels need as many query heads for each key head.
+"""
 OTHER_KIND = {
     f"speculators: speculators_model_type={value}" for value in ("absent", "null", '"eagle3"', '"nonsense"')
 } | {name for name in CASES if "thresh_head_direct_len=true" in name}
@@ -62,13 +66,18 @@ def expected(name: str, reader: str) -> Mapping[str, Any]:
     return {**entry["plain"], **found}
 
 
+def is_asked(case: ConfigCase, reader: str) -> bool:
+    """Whether the engine loaded the case."""
+    return case.is_read_by_llama if reader == "llama.cpp" else reader not in OLDER or case not in config_cases.LATER
+
+
 def judged(names: list[str], target: Path, readers: Mapping[str, str]) -> Iterator[tuple[str, Subject, str, Any]]:
     """Each case with the name of each reader, and the reader's engine. All readers share an open case."""
     engines = {reader: parse_engines(text)[0] for reader, text in readers.items()}
     for name in names:
         subject = open_case(CASES[name], target, ",".join(text for text in readers.values() if text not in OLD_TEXTS))
         for reader, engine in engines.items():
-            if reader != "llama.cpp" or CASES[name].is_read_by_llama:
+            if is_asked(CASES[name], reader):
                 yield name, subject, reader, engine
 
 
@@ -94,6 +103,7 @@ def check_verdict(name: str, subject: Subject, engine: ServingEngine, found: Map
     assert (verdict.outcome == "stops") == ("stops" in found), (engine, name, verdict, found)
     if name in NOT_MODELLED.get(engine.name, ()):
         return
+    assert not found.get("cut") or verdict.outcome == "drops", (engine, name, verdict, found)
     if verdict.outcome == "serves" and subject.parsed is not None and subject.stated.states_kinds:
         config = subject.parsed.config
         meant = {
@@ -130,7 +140,7 @@ def test_each_verdict_on_an_older_release_is_its_own(reader: str, step: int, tar
 def test_every_case_is_recorded() -> None:
     assert len(CASES) >= 1000
     for reader in ENGINES:
-        names = {name for name, case in CASES.items() if reader != "llama.cpp" or case.is_read_by_llama}
+        names = {name for name, case in CASES.items() if is_asked(case, reader)}
         assert RECORDED[reader]["cases"].keys() == names, reader
     for reader in OLDER:
         assert RECORDED[reader]["cases"].keys() <= CASES.keys(), reader
@@ -146,12 +156,31 @@ def test_windows_that_follow_from_other_keys_are_read_as_transformers_fills_them
     assert validate_subject(subject).verdicts[0].causal == (True, True)
 
 
-def test_a_tensor_that_vllm_cuts_lowers_acceptance(target: Path) -> None:
-    """A size below the stored one: vLLM loads the first rows and columns without a message."""
+@pytest.mark.parametrize("engine", ["vllm@0.33", "sglang"])
+def test_a_tensor_that_an_engine_cuts_lowers_acceptance(engine: str, target: Path) -> None:
+    """A size below the stored one: the engine loads the first rows and columns without a message."""
     case = ConfigCase(base="full", changes={"num_attention_heads": 2})
-    report = validate_subject(open_case(case, target, "vllm@0.33"))
+    report = validate_subject(open_case(case, target, engine))
     assert report.verdicts[0].outcome == "drops"
-    assert any(item.id == "S33" and "q_proj" in item.location for item in report.findings)
+    assert any(item.id == "S33" and "_proj" in item.location for item in report.findings)
+
+
+@pytest.mark.parametrize(
+    ("case", "outcome", "severity"),
+    [
+        (ConfigCase(base="full", changes={"intermediate_size": 128}), "serves", "warning"),
+        (ConfigCase(base="full", tensor="layers.0.mlp.up_proj.weight", shape=(64, 64)), "drops", "error"),
+        (ConfigCase(base="full", tensor="layers.0.self_attn.o_proj.weight", shape=(64, 96)), "drops", "error"),
+    ],
+    ids=str,
+)
+def test_zeros_that_sglang_adds_are_harmless_in_a_whole_mlp_only(
+    case: ConfigCase, outcome: str, severity: str, target: Path
+) -> None:
+    """Zeros in gate, up and down cancel out. Zeros in one of them, or in o, replace inputs of the other ones."""
+    report = validate_subject(open_case(case, target, "sglang"))
+    assert report.verdicts[0].outcome == outcome
+    assert {item.severity for item in report.findings if item.id == "S33"} == {severity}
 
 
 def test_a_stray_tensor_of_a_relative_does_not_change_the_kind_of_a_draft(target: Path) -> None:

@@ -1,5 +1,6 @@
 """Load drafts with the engines' own, unchanged code on a CPU: the config, the modules, the weights."""
 
+import contextlib
 import json
 import os
 import sys
@@ -7,10 +8,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from filled_parameters import Resized
 from seen_gpu import hopper_of, seem_hopper, use_one_rank
 from stand_ins import StandIn
 
@@ -164,17 +167,18 @@ def vllm_release(code: Path) -> tuple[int, ...]:
     return tuple(map(int, code.name.partition("-")[2].split(".")[:2]))
 
 
-def start_sglang(own: Own = nothing, prepare: Prepare = leave, *, own_layers: bool = False) -> Load:
+def start_sglang(own: Own = nothing, prepare: Prepare = leave) -> Load:
     """SGLang: its config of the draft, its parser, its model of the draft, and its weight loader.
 
-    Its parallel layers and its attention are stand-ins that check shapes and keep what they are given. With
-    `own_layers`, only its attention is a stand-in. The rest of its worker's checks need a running server; the last
-    lines of `load` repeat the two that depend on the draft's config.
+    Only its attention is a stand-in, which keeps its settings. The rest of its worker's checks need a running server;
+    the last lines of `load` repeat the two that depend on the draft's config.
     """
     import torch
 
-    if own_layers:
-        seem_hopper()
+    with contextlib.suppress(ImportError):
+        import_module("bitsandbytes")  # its backend is chosen when it is imported
+    seem_hopper()
+    sys.modules["sgl_kernel.scalar_type"] = None  # type: ignore[assignment]  # SGLang then uses its own names of types
     kernels = next(Path(path) / "sglang/kernels/jit" for path in sys.path if (Path(path) / "sglang/srt").is_dir())
     for folder in ("include", "csrc"):
         (kernels / folder).mkdir(exist_ok=True)
@@ -183,38 +187,8 @@ def start_sglang(own: Own = nothing, prepare: Prepare = leave, *, own_layers: bo
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader.loader import _get_quantization_config
-    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.model_loader.utils import get_model_architecture
     from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
-
-    class Linear(torch.nn.Module):
-        """A fused layer. Each part of its weight is loaded alone."""
-
-        def __init__(self, width: int, parts: dict[Any, int], bias: bool) -> None:
-            super().__init__()
-            self.parts = parts
-            self.weight = torch.nn.Parameter(torch.empty(sum(parts.values()), width))
-            self.bias = torch.nn.Parameter(torch.empty(sum(parts.values()))) if bias else None
-            for parameter in self.parameters():
-                parameter.weight_loader = self.load  # type: ignore[attr-defined]
-
-        def load(self, parameter: Any, loaded: Any, part: Any = None) -> None:
-            rows = sum(self.parts.values()) if part is None else self.parts[part]
-            expected = (rows, *parameter.shape[1:])
-            assert tuple(loaded.shape) == expected, f"linear.py: {tuple(loaded.shape)} for {expected}"
-
-    class QKV(Linear):
-        def __init__(self, **given: Any) -> None:
-            heads, groups, size = given["total_num_heads"], given["total_num_kv_heads"], given["head_size"]
-            parts = {"q": heads * size, "k": groups * size, "v": groups * size}
-            super().__init__(given["hidden_size"], parts, given["bias"])
-
-    class Merged(Linear):
-        def __init__(self, width: int, sizes: list[int], bias: bool = False, **given: Any) -> None:
-            super().__init__(width, dict(enumerate(sizes)), bias)
-
-    class Row(Linear):
-        def __init__(self, width: int, rows: int, bias: bool = False, **given: Any) -> None:
-            super().__init__(width, {None: rows}, bias)
 
     class Attention(torch.nn.Module):
         def __init__(self, **given: Any) -> None:
@@ -222,10 +196,7 @@ def start_sglang(own: Own = nothing, prepare: Prepare = leave, *, own_layers: bo
             self.given = given
 
     dflash.get_parallel = lambda: SimpleNamespace(tp_size=1, tp_rank=0)
-    if own_layers:
-        use_one_rank()
-    else:
-        dflash.QKVParallelLinear, dflash.MergedColumnParallelLinear, dflash.RowParallelLinear = QKV, Merged, Row
+    use_one_rank()
     dflash.RadixAttention = Attention
     dflash.sharded_weight_loader = lambda *given, **named: lambda parameter, loaded: parameter.data.copy_(loaded)
 
@@ -249,12 +220,16 @@ def start_sglang(own: Own = nothing, prepare: Prepare = leave, *, own_layers: bo
             )
             taps = taps if found_dspark.target_layer_ids is None else found_dspark.target_layer_ids
             block, mask = found_dspark.gamma, runtime.mask_token_id
-        found, _ = ModelRegistry.resolve_model_cls(config.architectures)
+        found, _ = get_model_architecture(parsed_model)
         torch.set_default_dtype(parsed_model.dtype)  # as model_loader/loader.py does
-        packing = _get_quantization_config(parsed_model, LoadConfig()) if own_layers else None
-        model = found(config, quant_config=packing)
+        model = found(config, quant_config=_get_quantization_config(parsed_model, LoadConfig()))
         prepare(model)
-        model.load_weights(weights_of(draft))
+        resized = Resized(model, weights_of(draft))
+        model.load_weights(resized.weights)
+        for module in model.modules():  # bitsandbytes.py:301 and :378; only a loader of its own sets a state
+            is_packed = type(getattr(module, "quant_method", None)).__name__ == "BitsAndBytesLinearMethod"
+            if is_packed and not hasattr(module.weight, "bnb_quant_state"):
+                raise ValueError("bitsandbytes.py: the first step finds no bnb_quant_state")
         model.set_block_size(PAIR.SHAPE.block)
         captured = [layer for layer in range(depth) if layer in taps]
         # models/qwen3.py captures before a layer, so never after the last one; project_target_hidden compares widths.
@@ -283,6 +258,8 @@ def start_sglang(own: Own = nothing, prepare: Prepare = leave, *, own_layers: bo
             "sinks": layers[0].attention_sink_bias is not None,
             "output_multiplier": parsed.output_multiplier,
             "final_logit_softcapping": parsed.final_logit_softcapping,
+            "cut": sorted(resized.cut),
+            "padded": sorted(resized.padded),
             **own(model, config, draft),
         }
 

@@ -4,7 +4,8 @@ The configs are the cases of `dflash_testing.config_cases`.
 
 Each engine loads each draft with its own, unchanged code on a CPU: the config, the modules, the weights. Third-party
 modules without a CPU wheel are empty stand-ins. Run the script once for each engine. It replaces the engine's entry in
-tests/golden/engine_verdicts.json.
+tests/golden/engine_verdicts.json. `--new` loads only cases that the entry lacks. PYTHONHASHSEED=0 fixes the order of
+names in errors.
 
     python -m venv env
     env/bin/pip install torch==2.13.0 transformers==5.19.0 numpy safetensors regex pydantic msgspec cloudpickle cbor2 \

@@ -1,7 +1,7 @@
 """Record what engines' own code makes of quantised drafts, for tests/behaviour/test_quantised_verdicts.py.
 
 The drafts are the cases of `dflash_testing.quantised_cases`. `engine_verdicts` tells how to install the engines; this
-script also needs pytest, loguru and compressed-tensors 0.17.0, or 0.18.0 for SGLang.
+script also needs pytest, loguru and compressed-tensors 0.17.0, or 0.18.0 and bitsandbytes 0.50.2 for SGLang.
 
 vLLM and SGLang build their own quantised layers on a CPU while they believe in a GPU of compute capability 9.0. Before
 loading, every parameter gets the same bytes, so that the parameters without a tensor are known afterwards. The work
@@ -9,6 +9,7 @@ after loading, such as repacking for a kernel, needs the GPU and does not run.
 
     env/bin/python tests/golden/quantised_verdicts.py vllm engines/vllm-0.33.0 tests/golden/quantised_verdicts.json
     env/bin/python tests/golden/quantised_verdicts.py sglang engines/sglang tests/golden/quantised_verdicts.json
+    TORCHDYNAMO_DISABLE=1 env/bin/python tests/golden/quantised_verdicts.py zlab - tests/golden/quantised_verdicts.json
 """
 
 import json
@@ -19,14 +20,13 @@ from typing import Any
 
 import engine_loaders
 from engine_loaders import Reading
+from filled_parameters import mark, unfilled
 from verdict_recorder import Recorder
 
 from dflash_testing import checkpoints as support
 from dflash_testing import quantised_cases
 
 engine_loaders.PAIR = quantised_cases
-SENTINEL = 0x7F
-"""The byte of every parameter before loading, which no stored tensor has: NaN as a float."""
 
 
 def write(draft: Path, case: quantised_cases.QuantisedCase) -> None:
@@ -46,18 +46,6 @@ def write(draft: Path, case: quantised_cases.QuantisedCase) -> None:
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
 
 
-def mark(model: Any) -> None:
-    """Give every parameter bytes that no stored tensor has."""
-    import torch
-
-    for parameter in model.parameters():
-        parameter.data = (
-            torch.full((parameter.numel() * parameter.element_size(),), SENTINEL, dtype=torch.uint8)
-            .view(parameter.dtype)
-            .view(parameter.shape)
-        )
-
-
 UNNEEDED = ("lm_head.", "model.embed_tokens.", "model.mask_embedding")
 """Parameters that a draft leaves to the target. The scales of attention are set without a file."""
 
@@ -65,21 +53,24 @@ UNNEEDED = ("lm_head.", "model.embed_tokens.", "model.mask_embedding")
 def of_model(model: Any, draft: Path) -> Reading:
     """The parameters that kept their bytes, and packed matrices that were loaded as plain numbers, by module."""
     import torch
-    from safetensors import safe_open
 
-    unfilled, plain = set(), set()
+    left, plain = set(), set()
     for name, parameter in model.named_parameters():
-        data = parameter.detach().contiguous().view(-1).view(torch.uint8).view(-1, parameter.element_size())
-        if bool((data == SENTINEL).all(dim=1).any()) and not name.startswith(UNNEEDED) and ".attn." not in name:
-            unfilled.add(short(name))
+        if unfilled(parameter).any() and not name.startswith(UNNEEDED) and ".attn." not in name:
+            left.add(short(name))
         if name.endswith(".weight") and parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):
             plain.add(fused(name.removeprefix("model.")))
-    packed = set()
+    misread = {short(name) for name in map(fused, packed_weights(draft)) if name in plain}
+    return {"unfilled": sorted(left), "misread": sorted(misread)}
+
+
+def packed_weights(draft: Path) -> list[str]:
+    """Names of stored weights with packed elements."""
+    from safetensors import safe_open
+
     with safe_open(draft / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            if name.endswith(".weight") and file.get_slice(name).get_dtype() not in ("BF16", "F16", "F32"):
-                packed.add(fused(name))
-    return {"unfilled": sorted(unfilled), "misread": sorted({short(name) for name in packed & plain})}
+        weights = [name for name in file.keys() if name.endswith(".weight")]  # noqa: SIM118
+        return [name for name in weights if file.get_slice(name).get_dtype() not in ("BF16", "F16", "F32")]
 
 
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
@@ -101,28 +92,35 @@ def of_vllm(model: Any, config: Any, draft: Path) -> Reading:
     return of_model(model, draft)
 
 
+def of_zlab(model: Any, config: Any, draft: Path) -> Reading:
+    """The packed matrices that z-lab's model holds as plain numbers."""
+    plain = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    return {"misread": sorted({short(name) for name in packed_weights(draft) if name in plain})}
+
+
 def plain_of(found: Mapping[str, Reading]) -> Reading:
     """The reading of a draft that is packed as a whole, by which the file states the others."""
     return next((found[name] for name in BASES if "stops" not in found.get(name, {"stops": ""})), {})
 
 
-BASES = ("native, fp8 tensor, all", "native, fp8 block, all")
-
-
-UNREAD: Mapping[str, tuple[str, ...]] = {"sglang": ("gptq", "awq", "bitsandbytes nf4", "bitsandbytes int8")}
-"""Engine -> the packings whose methods need compiled code to be chosen."""
+BASES = ("native, fp8 tensor, all", "native, fp8 block, all", "native, modelopt fp8, plain tensors")
 
 
 def is_read(case: quantised_cases.QuantisedCase, engine: str) -> bool:
-    """Whether the engine is asked: only vLLM reads the speculators dialect."""
-    return engine == "vllm" or (case.base == "native" and case.packing not in UNREAD.get(engine, ()))
+    """Whether the engine is asked.
+
+    Only vLLM reads the speculators dialect. z-lab's package lacks the packages for the methods that transformers knows.
+    """
+    is_native = case.base == "native"
+    return engine == "vllm" or (is_native and (engine == "sglang" or case.is_unknown_to_transformers))
 
 
 RECORDER = Recorder(
     description=__doc__,
     engines={
         "vllm": ("vllm", partial(engine_loaders.start_vllm, of_vllm, mark, on_gpu=True), "vllm"),
-        "sglang": ("sglang", partial(engine_loaders.start_sglang, of_vllm, mark, own_layers=True), "sglang 0.5.23"),
+        "sglang": ("sglang", partial(engine_loaders.start_sglang, of_vllm, mark), "sglang 0.5.23"),
+        "zlab": ("dflash", partial(engine_loaders.start_zlab, of_zlab), "z-lab 0.1.0"),
     },
     cases=quantised_cases.all_cases(),
     is_read=is_read,

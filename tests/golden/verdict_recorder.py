@@ -62,19 +62,30 @@ class Recorder:
         parser.add_argument("output", type=Path)
         only = "record only cases whose name contains this text, and print them"
         parser.add_argument("--only", default="", help=only)
+        new = "record only cases that the file lacks, and keep its other cases"
+        parser.add_argument("--new", action="store_true", help=new)
         arguments = parser.parse_args()
         sys.path.insert(0, str(arguments.code))
         package, start, name = self.engines[arguments.engine]
         load = with_stand_ins(start, package)
         logging.disable(logging.CRITICAL)
         warnings.simplefilter("ignore")
-        found = with_stand_ins(lambda: self.load_all(load, arguments.only, arguments.engine), package)
+        entry = f"vllm {arguments.code.name.partition('-')[2]}" if name == "vllm" else name
+        kept = self.recorded(arguments.output, entry) if arguments.new else {}
+        found = with_stand_ins(lambda: self.load_all(load, arguments.only, arguments.engine, kept), package)
         if not arguments.only:
-            release = f"vllm {arguments.code.name.partition('-')[2]}"
-            self.record(arguments.output, release if name == "vllm" else name, found)
+            self.record(arguments.output, entry, found)
 
-    def load_all(self, load: Load, only: str, engine: str) -> dict[str, Reading]:
-        """Name of a case -> its reading."""
+    def recorded(self, output: Path, engine: str) -> dict[str, Reading]:
+        """Name of a case -> its whole reading in the file."""
+        entry = json.loads(output.read_text(encoding="utf-8"))[engine]
+        return {
+            name: reading if "stops" in reading else {**self.base_of(entry["plain"], name), **reading}
+            for name, reading in entry["cases"].items()
+        }
+
+    def load_all(self, load: Load, only: str, engine: str, kept: Mapping[str, Reading]) -> dict[str, Reading]:
+        """Name of a case -> its reading, which is the kept one if there is one."""
         found: dict[str, Reading] = {}
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "target"
@@ -82,6 +93,9 @@ class Recorder:
             support.write_config(target, engine_loaders.PAIR.TARGET)
             for index, (name, case) in enumerate(self.cases.items()):
                 if only not in name or not self.is_read(case, engine):
+                    continue
+                if name in kept:
+                    found[name] = kept[name]
                     continue
                 draft = Path(folder) / f"{self.stem_of(case)}-{index}"
                 self.write(draft, case)

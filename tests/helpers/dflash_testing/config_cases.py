@@ -187,6 +187,21 @@ TENSORS: Mapping[str, tuple[int, ...] | None] = {
 }  # fmt: skip
 """Name of a tensor that is added or changed, with its shape; None to leave it out. On `full`."""
 
+RESIZED: tuple[tuple[str, tuple[int, ...]], ...] = tuple(
+    (f"layers.0.{module}.weight", (rows + more, columns + wider))
+    for module, (rows, columns) in {
+        "self_attn.q_proj": (128, 64), "self_attn.k_proj": (64, 64), "self_attn.v_proj": (64, 64),
+        "self_attn.o_proj": (64, 128), "mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96),
+    }.items()
+    for more, wider in ((32, 0), (-32, 0), (0, 32), (0, -32), (32, 32))
+)  # fmt: skip
+"""A projection of another shape than the config says: more or fewer rows or columns, or more of both. On `full`."""
+BIASED: tuple[Mapping[str, Any], ...] = (
+    {"num_attention_heads": 2}, {"num_attention_heads": 8}, {"num_key_value_heads": 1}, {"intermediate_size": 48},
+    {"intermediate_size": 128},
+)  # fmt: skip
+"""A stated size that differs from the projections and biases in the file. On `gpt_oss`."""
+
 
 BODY = "transformer_layer_config."
 METHODS = "speculators_config.proposal_methods"
@@ -269,11 +284,13 @@ class ConfigCase:
     base: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     tensor: str = ""
+    shape: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
         said = ", ".join(f"{key}={json.dumps(value)}" for key, value in self.changes.items())
-        return f"{self.base}: {said or self.tensor or 'as it is'}".replace(f'"{ABSENT}"', "absent")
+        of_tensor = " ".join(filter(None, (self.tensor, "x".join(map(str, self.shape or ())))))
+        return f"{self.base}: {said or of_tensor or 'as it is'}".replace(f'"{ABSENT}"', "absent")
 
     @property
     def is_read_by_llama(self) -> bool:
@@ -295,11 +312,18 @@ class ConfigCase:
         """Name of a tensor -> its shape."""
         shapes = support.body_shapes(replace(SHAPE, bias=self.base == "gpt_oss"))
         if self.tensor:
-            shape = TENSORS[self.tensor]
+            shape = self.shape or TENSORS[self.tensor]
             shapes = {**shapes, self.tensor: shape or ()}
             if shape is None:
                 del shapes[self.tensor]
         return shapes
+
+
+LATER: tuple[ConfigCase, ...] = (
+    *(ConfigCase(base="full", tensor=tensor, shape=shape) for tensor, shape in RESIZED),
+    *(ConfigCase(base="gpt_oss", changes=changes) for changes in BIASED),
+)
+"""The cases that releases of vLLM before 0.33 were not asked about."""
 
 
 def changed(written: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,6 +370,7 @@ def _cases() -> Iterator[ConfigCase]:
         yield ConfigCase(base="gpt_oss", changes={"rope_theta": ABSENT, "rope_parameters": value})
     for tensor in TENSORS:
         yield ConfigCase(base="full", tensor=tensor)
+    yield from LATER
     for key, values in SPECULATORS.items():
         for value in values:
             yield ConfigCase(base="speculators", changes={key: value})

@@ -271,6 +271,11 @@ class QuantisedCase:
         return ", ".join(filter(None, parts))
 
     @property
+    def is_unknown_to_transformers(self) -> bool:
+        """Whether transformers knows no method for the packing: nothing states one, or Model-Optimizer does."""
+        return self.variant == "no config" or self.packing.startswith("modelopt")
+
+    @property
     def _packing(self) -> Packing:
         return PACKINGS[self.packing]
 
