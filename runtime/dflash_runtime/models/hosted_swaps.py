@@ -6,8 +6,8 @@ arguments of a real call. Of several possible swaps the one with the smallest er
 
 | module | swap |
 |---|---|
-| attention | queries, keys and values in one product; head norms, rotation and stored KV in one launch |
-| gated feed-forward | both products and the gate in one launch, then the product down |
+| attention | queries, keys and values in one product; head norms, rotation and stored KV in one launch. Rope may rotate a part of each head, in halves or in adjacent pairs |
+| feed-forward, gated by silu or the tanh form of gelu | both products and the gate in one launch, then the product down |
 | norm | one launch, with a weight as stored, or stored as a difference from 1 |
 | linear | our product of few rows |
 
@@ -24,10 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from dflash_kernels.activation import GELU, SILU, Gate
+from dflash_kernels.rope_store import Turn
 from dflash_kernels.suite import Kernels
 from dflash_runtime.config import TargetConfig
-from dflash_runtime.models.agreement import error_of, random_like, tolerance_of
+from dflash_runtime.models.agreement import agree, error_of, random_like, tolerance_of
 from dflash_runtime.models.hosted_attention import HostedAttention, OwnValues, Scores, calling, current_attend
 from dflash_runtime.models.layers import Attention, Linear
 
@@ -270,30 +273,54 @@ def find_feed_forwards(module: nn.Module, call: Call, setting: Setting) -> Itera
     linears = _own_linears(module)
     if linears is None or not call.is_plain or any(linear.bias is not None for linear in linears.values()):
         return
+    gate = GELU if _has_tanh_gelu(module) else SILU
     for *inner, down in permutations(linears.values()):
         (width, inner_width), sizes = down.weight.shape, {tuple(linear.weight.shape) for linear in inner}
         if len(inner) == 2 and sizes == {(inner_width, width)}:
-            yield _feed_forward(torch.cat([linear.weight.detach() for linear in inner]), down, setting.kernels, inner)
+            joined = torch.cat([linear.weight.detach() for linear in inner])
+            yield _feed_forward(joined, down, gate, setting.kernels, inner)
         elif len(inner) == 1 and sizes == {(2 * inner_width, width)}:
-            yield _feed_forward(inner[0].weight.detach(), down, setting.kernels)
+            yield _feed_forward(inner[0].weight.detach(), down, gate, setting.kernels)
 
 
-def _feed_forward(gate_up: Tensor, down: nn.Linear, kernels: Kernels, parts: Sequence[nn.Linear] = ()) -> Swap:
+def _has_tanh_gelu(module: nn.Module) -> bool:
+    """Whether a module has an activation that equals the tanh form of gelu in float32.
+
+    The other form of gelu differs from it by less than a rounding of 16 bits, so rows in 16 bits do not tell.
+    """
+    numbers = torch.linspace(-4, 4, 81)
+    expected = functional.gelu(numbers, approximate="tanh")
+    for child in module.children():
+        if type(child) is nn.Linear or next(child.parameters(), None) is not None:
+            continue
+        try:
+            found = child(numbers)
+        except (RuntimeError, TypeError, ValueError):  # another kind of child
+            continue
+        if isinstance(found, Tensor) and agree(found, expected):
+            return True
+    return False
+
+
+def _feed_forward(
+    gate_up: Tensor, down: nn.Linear, gate: Gate, kernels: Kernels, parts: Sequence[nn.Linear] = ()
+) -> Swap:
     stacked = list(zip(parts, gate_up.chunk(2), strict=True)) if parts else []
     first, last = Linear(gate_up, None, kernels), Linear(down.weight.detach(), None, kernels)
-    return Swap("feed-forward", SwappedFeedForward(first, last), stacked)
+    return Swap("feed-forward", SwappedFeedForward(first, last, gate), stacked)
 
 
 @dataclass(frozen=True, slots=True)
 class SwappedFeedForward:
-    """down(silu(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x))."""
 
     gate_up: Linear
     down: Linear
+    gate: Gate
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
-        return _by_rows(lambda rows: self.down(self.gate_up.gated(rows)), hidden)
+        return _by_rows(lambda rows: self.down(self.gate_up.gated(rows, self.gate)), hidden)
 
 
 def find_attention(module: nn.Module, call: Call, setting: Setting) -> Iterator[Swap]:
@@ -307,16 +334,25 @@ def find_attention(module: nn.Module, call: Call, setting: Setting) -> Iterator[
         return
     num_kv, size = setting.config.kv_shapes[layer]
     heads = (setting.config.num_heads, num_kv)
-    if tables[0].shape[-1] != size or size % 2:
+    rotated = tables[0].shape[-1]
+    if rotated > size or size % 2 or rotated % 2:
         return
     for qkv, output, stacked in _projections(linears, sum(heads) + num_kv, size, setting.kernels):
         for norms, eps in _head_norms(module, heads, size, call.output[0]):
-            attention = Attention(qkv, output, norms, eps, *heads, size, setting.kernels, scores.softmax)
-            yield Swap("attention", SwappedAttention(attention, layer, scores.factor), stacked)
+            for turn, width in _turns(size, rotated):
+                attention = Attention(qkv, output, norms, eps, *heads, size, setting.kernels, scores.softmax, turn)
+                yield Swap("attention", SwappedAttention(attention, layer, width, scores.factor), stacked)
+
+
+def _turns(size: int, rotated: int) -> Iterator[tuple[Turn, int]]:
+    """Yield the ways in which rope may rotate heads, and the number of columns of its tables that each way reads."""
+    for turn in (Turn(size), Turn(size, True), Turn(size, True, True)):
+        yield turn, rotated
+    yield Turn(size), 0
 
 
 def _is_attention_call(call: Call, tables: Any) -> bool:
-    """Whether a call has rows, rotary tables [1, T, D], and nothing else that its result could depend on."""
+    """Whether a call has rows, rotary tables [1, T, R], and nothing else that its result could depend on."""
     rows = call.kwargs.get("hidden_states", call.args[0] if len(call.args) == 1 else None)
     others = [value for name, value in call.kwargs.items() if name not in PASSED_ON]
     is_pair = isinstance(tables, tuple) and len(tables) == 2 and all(_is_rows(item) for item in tables)
@@ -367,18 +403,22 @@ def _head_norms(
 
 @dataclass(frozen=True, slots=True)
 class SwappedAttention:
-    """Attention over our pages. `factor` is a factor on queries beside the usual scaling."""
+    """Attention over our pages. `factor` is a factor on queries beside the usual scaling.
+
+    `width` is the number of columns of the rotary tables that it reads: R, or 0 for attention without positions.
+    """
 
     attention: Attention
     layer: int
+    width: int
     factor: float
 
     def __call__(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, None]:
-        """[1, T, hidden] and rotary tables [1, T, D] -> [1, T, hidden]."""
+        """[1, T, hidden] and rotary tables [1, T, R] -> [1, T, hidden]."""
         attention, attend = self.attention, current_attend()
-        cos, sin = (table[0] for table in position_embeddings)
+        cos, sin = (table[0, :, : self.width] for table in position_embeddings)
         query, keys, values = attention.project(hidden_states[0], cos, sin, attend.place(self.layer))
         if self.factor != 1.0:
             query = query * self.factor

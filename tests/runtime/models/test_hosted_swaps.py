@@ -88,6 +88,9 @@ def swap(module: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[Decoder
         (lambda: FeedForward(nn.functional.silu), {"feed-forward": 1}),
         (lambda: FeedForward(nn.functional.silu, is_swapped=True), {"feed-forward": 1}),
         (lambda: FeedForward(nn.functional.gelu), {"linear": 3}),
+        (lambda: FeedForward(nn.GELU()), {"linear": 3}),
+        (lambda: FeedForward(nn.GELU(approximate="tanh")), {"feed-forward": 1}),
+        (lambda: FeedForward(nn.GELU(approximate="tanh"), is_swapped=True), {"feed-forward": 1}),
         (lambda: nn.Linear(WIDTH, INNER, bias=False), {"linear": 1}),
         (lambda: nn.Linear(WIDTH, INNER), {}),
         (lambda: nn.LayerNorm(WIDTH), {}),
@@ -150,13 +153,18 @@ def test_the_tolerance_is_a_few_roundings_of_a_row() -> None:
 
 FAMILIES: dict[str, dict[str, int]] = {
     "qwen3": {"attention": 4, "feed-forward": 4, "norm": 9},
-    "gemma2": {"attention": 4, "linear": 12, "norm": 17},
+    "gemma2": {"attention": 4, "feed-forward": 4, "norm": 17},
     "gpt_oss": {"norm": 9},
     "phi3": {"attention": 4, "feed-forward": 4, "norm": 9},
-    "cohere": {"linear": 16, "feed-forward": 4},
-    "gemma4_text": {"linear": 32, "norm": 30},
+    "cohere": {"attention": 4, "feed-forward": 4},
+    "cohere2": {"attention": 4, "feed-forward": 4},
+    "glm": {"attention": 4, "feed-forward": 4, "norm": 9},
+    "stablelm": {"attention": 4, "feed-forward": 4},
+    "smollm3": {"attention": 4, "feed-forward": 4, "norm": 9},
+    "gemma4_text": {"linear": 20, "feed-forward": 4, "norm": 30},
 }
-"""Swapped modules of each kind: all of a plain family, and parts of families with another feature."""
+"""Swapped modules of each kind: all of a plain family, of families with adjacent pairs, with rope over a part of a head
+or without rope in some layers, and parts of families with another feature."""
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -168,7 +176,7 @@ def test_modules_of_a_family(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "phi3", "mixtral", "cohere", "cohere2", "glm", "smollm3"])
 def test_the_triton_kernels_agree_with_as_many_modules(kind: str, tmp_path: Path) -> None:
     """Their text is transformers' text."""
     model = make_model(tmp_path, kind)
