@@ -172,8 +172,9 @@ class RecordedConfig:
         self._defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._stated:
-            return self._stated[name]
+        for key in (name, self._defaults.get("names", {}).get(name)):
+            if key in self._stated:
+                return self._stated[key]
         is_count = name in COUNTS and name not in self._defaults.get("lacks", ())
         return 1 if is_count else self._defaults.get(name)
 
