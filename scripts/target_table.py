@@ -141,7 +141,8 @@ classes and rounded activations.
 PAIRS_HEAD = """
 ## Published pairs
 
-Every pair in `tests/data/pairs.jsonl`, from its configs and headers. The weights were not run.
+Every pair in `tests/data/pairs.jsonl`, from its configs and headers. The published weights were not run. Keys that
+were not available have stand-ins of the same kind.
 
 - **way**: how the target runs with this draft, or the reason of a refusal.
 - **step**: milliseconds of a DFlash step at batch 1, 8 and 32 on one H200, with random weights of the target's shape and
