@@ -145,8 +145,8 @@ Every pair in `tests/data/pairs.jsonl`, from its configs and headers. The publis
 were not available have stand-ins of the same kind.
 
 - **way**: how the target runs with this draft, or the reason of a refusal.
-- **step**: milliseconds of a DFlash step at batch 1, 8 and 32 on one H200, with random weights of the target's shape and
-  a draft of this kind, block and number of layers. The link leads to the log. Other shapes are not measured.
+- **step**: milliseconds of a step at batch 1, 8 and 32 on one H200. The weights are random and have the target's shape.
+  The draft has this kind, block and number of layers. The link leads to the log.
 
 | draft | target | kind of draft | block | target's type | way | step |
 |---|---|---|---|---|---|---|

@@ -3,9 +3,9 @@
 python scripts/transformers_trials.py > runtime/dflash_runtime/checkpoint/transformers_trials.json
 
 A config does not show how a model's code asks for attention, or whether its cache works. So a small random model of
-every model type is loaded and tried once. The record lists the types for which the trial contradicts the config, and the
-types over our pages with code that reads values on the host, so that no CUDA graph can have it. Types with a config
-class that refuses small sizes are left out. The run takes several minutes.
+every model type is loaded and tried once. The record lists the types for which the trial contradicts the config. It
+also lists the types over our pages with code that reads values on the host, which rules out CUDA graphs. Types with a
+config class that refuses small sizes are left out. The run takes several minutes.
 """
 
 import json

@@ -3,8 +3,8 @@
 The kernel adds up the parts of the projection, normalises and rotates query and key heads, and stores keys and values
 in their slots. It rounds as `rope_norm.py` does.
 
-Axis letters: T rows, P parts, H query heads, KV heads of keys and values, D head dim, R rotated numbers of a head. Pages
-are as in `kv_store.py`.
+Axis letters: T rows, P parts, H query heads, KV heads of keys and values, D head dim, R rotated numbers of a head.
+Pages are as in `kv_store.py`.
 """
 
 from typing import NamedTuple
@@ -234,7 +234,7 @@ def rope_store(
             NUM_HEADS=num_heads, NUM_KV=num_kv, HEAD_DIM=head_dim, NUM_PARTS=num_parts,
             HAS_NORM=head_norms is not None, HAS_VALUE_NORM=has_value_norm, HAS_PLACE=place is not None,
             NUM_PAIRS=rotated // 2, HAS_ADJACENT_PAIRS=turn.has_adjacent_pairs,
-            HAS_ADJACENT_ANGLES=turn.has_adjacent_angles, PAGE_SIZE=page_size, TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half),
-            enable_fp_fusion=False, **early(parts.device),
+            HAS_ADJACENT_ANGLES=turn.has_adjacent_angles, PAGE_SIZE=page_size, TILE_H=tile_heads, TILE_HALF=tile_half,
+            num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False, **early(parts.device),
         )  # fmt: skip
     return out

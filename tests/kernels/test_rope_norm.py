@@ -138,7 +138,14 @@ def test_values_may_have_a_norm_and_are_never_rotated(dtype: torch.dtype) -> Non
     assert_rows_close(out, true, dtype)
 
 
-TURNS = [Turn(24), Turn(None, True), Turn(24, True), Turn(None, True, True), Turn(24, True, True), Turn(40, False, True)]
+TURNS = [
+    Turn(24),
+    Turn(None, True),
+    Turn(24, True),
+    Turn(None, True, True),
+    Turn(24, True, True),
+    Turn(40, False, True),
+]
 
 
 def turned(heads: Tensor, angles: Tensor, turn: Turn) -> Tensor:

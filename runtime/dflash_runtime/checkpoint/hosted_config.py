@@ -51,8 +51,8 @@ NOT_A_CACHE = {"an encoder": "is_encoder_decoder", "attention to later tokens": 
 """Features that rule out a cache of earlier tokens -> the config attributes that state them."""
 
 MEAN_OF_STREAMS = "hc_mult"
-"""Key for the number of residual streams of which a draft reads the mean. Source: the taps of DeepSeek-V4 and
-GLM-5.3-Flash in vLLM and SGLang."""
+"""Key for a number of residual streams. A draft reads their mean. Source: the taps of DeepSeek-V4 and GLM-5.3-Flash in
+vLLM and SGLang."""
 
 NUM_STREAMS = ("hc_count", "altup_num_inputs")
 """Keys for the number of residual streams of families in which no engine taps layers for a draft."""
@@ -81,7 +81,8 @@ COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_positi
 
 DECIDING_KEYS = (
     *dict.fromkeys(key for keys in REFUSED_KEYS.values() for key in keys), *NUM_STREAMS, *NOT_COMPUTED.values(),
-    MEAN_OF_STREAMS, "is_encoder_decoder", "v_head_dim", "head_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "num_layers",
+    MEAN_OF_STREAMS, "is_encoder_decoder", "v_head_dim", "head_dim", "kv_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "num_layers",
 )  # fmt: skip
 """Attributes by which a decoder is refused, beside its kinds of layers and its ropes."""
 
@@ -428,7 +429,7 @@ def _rope(text: "PretrainedConfig") -> RopeConfig:
 
 
 def num_streams(text: "DecoderConfig") -> int:
-    """Return the number of residual streams of which a draft reads the mean."""
+    """Return the number of residual streams. A draft reads their mean."""
     return _count(text, MEAN_OF_STREAMS, 1)
 
 

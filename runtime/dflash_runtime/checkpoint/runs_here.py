@@ -90,8 +90,8 @@ class RunsHere:
     """The answer for one target.
 
     runtime        the code that runs it; None if it is refused
-    host_read      the operation by which transformers' code reads a value on the host, so that no CUDA graph can have
-                   its steps over our pages; None if the trial of its type found none
+    host_read      the operation that reads a value on the host in a step over our pages, which rules out CUDA graphs;
+                   None if the trial of its type found none
     quantization   how its weights are quantised; None for plain weights
     refusal        why nothing here runs it; None if something does
     """

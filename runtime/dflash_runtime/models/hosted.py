@@ -46,9 +46,10 @@ from dflash_runtime.models.hosted_attention import (
 from dflash_runtime.models.hosted_capture import why_not_captured
 from dflash_runtime.models.hosted_experts import use_our_experts
 from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, quietly
-from dflash_runtime.models.hosted_swaps import Setting, Swaps, swap_modules
+from dflash_runtime.models.hosted_swaps import Swaps, swap_modules
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.swapped_modules import Setting
 from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
-from dflash_runtime.models import agreement, hosted_swaps
+from dflash_runtime.models import agreement, swapped_attention
 from dflash_runtime.models.agreement import agree, error_of, tolerance_of
-from dflash_runtime.models.hosted_swaps import Setting, Swaps, swap_modules
+from dflash_runtime.models.hosted_swaps import Swaps, swap_modules
+from dflash_runtime.models.swapped_modules import Call, Setting
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.hosted_models import DEFAULT, SERVED, host, make_model, plain_text
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
@@ -163,8 +164,8 @@ FAMILIES: dict[str, dict[str, int]] = {
     "smollm3": {"attention": 4, "feed-forward": 4, "norm": 9},
     "gemma4_text": {"linear": 20, "feed-forward": 4, "norm": 30},
 }
-"""Swapped modules of each kind: all of a plain family, of families with adjacent pairs, with rope over a part of a head
-or without rope in some layers, and parts of families with another feature."""
+"""Swapped modules of each kind. Cohere rotates adjacent pairs, GLM and StableLM a part of each head, and Cohere 2 and
+SmolLM3 nothing in some layers. Of gpt-oss and Gemma 4 only parts are swapped."""
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -204,8 +205,8 @@ def test_attention_that_hands_something_on_is_not_swapped() -> None:
     rows, tables = torch.zeros(1, ROWS, WIDTH), (torch.zeros(1, ROWS, 8), torch.zeros(1, ROWS, 8))
     plain = {"hidden_states": rows, "position_embeddings": tables, "attention_mask": None}
     for more, is_swapped in (({}, True), ({"shared_kv_states": {}}, False), ({"use_cache": True}, True)):
-        call = hosted_swaps.Call((), {**plain, **more}, (rows, None))
-        assert hosted_swaps._is_attention_call(call, tables) == is_swapped
+        call = Call((), {**plain, **more}, (rows, None))
+        assert swapped_attention._is_attention_call(call, tables) == is_swapped
 
 
 EVERY = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in SERVED]
