@@ -22,7 +22,7 @@ PASSED_ON = frozenset({"hidden_states", "position_embeddings", "position_ids", "
 
 
 def find_attention(module: nn.Module, call: Call, setting: Setting) -> Iterator[Swap]:
-    """Yield swaps of attention, whose queries, keys and values have one weight or three. Heads may have norms."""
+    """Yield swaps of attention with one weight or three for queries, keys and values. Heads may have norms."""
     layer, tables = getattr(module, "layer_idx", None), call.kwargs.get("position_embeddings")
     if not isinstance(layer, int) or layer not in setting.scores:
         return

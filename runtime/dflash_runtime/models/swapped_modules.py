@@ -41,7 +41,7 @@ class Swap:
     """A function that may replace a module's forward.
 
     kind      the name of the swap in messages
-    stacked   linears whose weights become views of a stacked weight, each with its rows
+    stacked   linears and the rows of a stacked weight that replace their weights
     """
 
     kind: str
