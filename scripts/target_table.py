@@ -18,16 +18,15 @@ if __name__ == "__main__":
     root = Path(__file__).resolve().parents[1]
     sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels", "tests/helpers")]
 
-from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.runs_here import how_it_runs
-from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import target_families
 from dflash_testing.hosted_models import BODY, OWN_CACHE, REFUSED, SERVED
 from dflash_testing.multimodal_models import WRAPPERS
-from dflash_testing.published_pairs import TARGETS, read_table, write_headers
+from dflash_testing.pair_ways import way_of, write_target
+from dflash_testing.published_pairs import TARGETS, PublishedPair, read_table
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,6 @@ TRIED = {
 
 QUANTIZED, IN_FP8 = "test_hosted_quantization.py", "test_fp8_targets.py"
 """The tests of quantised weights, and of weights in FP8 that native code multiplies."""
-
-EIGHT_BITS = {
-    "model.layers.0.mlp.up_proj.weight": ("F8_E4M3", (128, 128)),
-    "model.layers.0.mlp.up_proj.weight_scale_inv": ("F32", (1, 1)),
-}
-CUT_BLOCKS = {
-    "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": ("F8_E4M3", (576, 6144)),
-    "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv": ("F32", (5, 48)),
-}
-"""Tensor headers of a target with fp8 weights, in blocks of 128: a whole block, and GLM-5.1's cut ones, which only
-latent attention has."""
 
 HEAD = """# Targets
 
@@ -150,6 +138,34 @@ classes and rounded activations.
 """
 
 
+PAIRS_HEAD = """
+## Published pairs
+
+Every pair in `tests/data/pairs.jsonl`, from its configs and headers. The published weights were not run. Keys that
+were not available have stand-ins of the same kind.
+
+- **way**: how the target runs with this draft, or the reason of a refusal.
+- **step**: milliseconds of a step at batch 1, 8 and 32 on one H200. The weights are random and have the target's shape.
+  The draft has this kind, block and number of layers. The link leads to the log.
+
+| draft | target | kind of draft | block | target's type | way | step |
+|---|---|---|---|---|---|---|
+"""
+
+
+def pair_row(pair: PublishedPair) -> str:
+    """The row of a published pair."""
+    with TemporaryDirectory() as home:
+        way = way_of(pair, Path(home))
+    name = f"{pair.draft} ({pair.revision})" if pair.revision else pair.draft
+    steps = "not measured" if "refused" not in way.words else ""
+    if pair.steps:
+        times = " / ".join(f"{pair.steps['ms'][batch]:.3g}" for batch in pair.steps["ms"])
+        steps = f"[{times}](../measurements/{pair.steps['log']})"
+    cells = (name, pair.of, way.kind, str(pair.shape["block"]), way.target_type, way.words, steps)
+    return f"| {' | '.join(cells)} |\n"
+
+
 @cache
 def num_pairs() -> Counter[str]:
     """Config -> published pairs of targets of that config."""
@@ -185,14 +201,9 @@ def refusal_test(source: TargetSource, reason: str) -> str:
 
 
 def row(path: Path) -> str:
-    """The row of a config. Headers are empty, except for one fp8 tensor if the config states fp8."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    is_fp8 = config.get("quantization_config", {}).get("quant_method") == "fp8"
-    is_latent = decoder_config(config, path)[0].get("kv_lora_rank") is not None
+    """The row of a config."""
     with TemporaryDirectory() as home:
-        target = Path(home) / "target"
-        write_headers(target, config, (EIGHT_BITS | (CUT_BLOCKS if is_latent else {})) if is_fp8 else {})
-        source = open_target(target)
+        source = write_target(Path(home) / "target", json.loads(path.read_text(encoding="utf-8")))
         runs, test = answer_and_test(source)
     facts = source.facts
     cells = (
@@ -211,7 +222,8 @@ def row(path: Path) -> str:
 def render() -> str:
     """The whole page."""
     sizes = f"{BODY['num_hidden_layers']} layers, {BODY['hidden_size']} wide with {BODY['vocab_size']} ids"
-    return HEAD.replace("{sizes}", sizes) + "".join(map(row, sorted(TARGETS.glob("*.json"))))
+    configs = "".join(map(row, sorted(TARGETS.glob("*.json"))))
+    return HEAD.replace("{sizes}", sizes) + configs + PAIRS_HEAD + "".join(map(pair_row, read_table()))
 
 
 if __name__ == "__main__":

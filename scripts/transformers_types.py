@@ -34,11 +34,18 @@ def traits(text: Any) -> dict[str, Any]:
     differing = getattr(text, "per_layer_attributes", None)
     return {
         **{key: value if isinstance(value, bool | int | float | str) else True for key, value in found.items()},
+        **({"names": names} if (names := own_names(text)) else {}),
         **({"lacks": lacks} if (lacks := [key for key in COUNTS if not isinstance(value_of(text, key), int)]) else {}),
         **({"layer_types": sorted(set(kinds))} if kinds else {}),
         **({"rope_kinds": kinds} if (kinds := sorted(rope_kinds(text))) else {}),
         **({"per_layer_attributes": sorted(differing)} if differing else {}),
     }
+
+
+def own_names(text: Any) -> dict[str, str]:
+    """The keys under which a type's config states the attributes that decide, if these are not their names."""
+    names: dict[str, str] = getattr(text, "attribute_map", {})
+    return {name: key for name, key in sorted(names.items()) if name in {*COUNTS, *DECIDING_KEYS} and name != key}
 
 
 def record() -> dict[str, Any]:

@@ -67,7 +67,8 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
             None,
         ),
     }
-    connection_errors, address_errors = _library_errors("HTTPError"), _library_errors("InvalidURL")
+    connection_errors = _library_errors("HTTPError")
+    misread = (NotFromAHub, JSONDecodeError, *MISREAD, *_library_errors("InvalidURL"))
     try:
         yield
     except tuple(answers) as error:
@@ -81,7 +82,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         ) from error
     except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
         raise _refusal(repo, error) from error
-    except (NotFromAHub, JSONDecodeError, *MISREAD, *address_errors) as error:
+    except misread as error:
         raise HubUnreachable(
             "the answer is not from a hub", id="not-a-hub", path=repo,
             hint="a network may ask for a login in a browser; otherwise check HF_ENDPOINT and the proxy",

@@ -99,7 +99,7 @@ def _bits_of_bytes(device: torch.device) -> Tensor:
 def arrange_scales(scales: Tensor) -> Tensor:
     """Scales of a file [..., N, K / 32] -> the scales of `Packed`. N is a multiple of 32."""
     padded: Tensor = functional.pad(scales, (0, -scales.shape[-1] % (TILE // BLOCK)))
-    tiles = padded.unflatten(-2, (-1, GROUP)).unflatten(-1, (-1, TILE // BLOCK))
+    tiles: Tensor = padded.unflatten(-2, (-1, GROUP)).unflatten(-1, (-1, TILE // BLOCK))
     return tiles.transpose(-2, -3).contiguous()
 
 

@@ -3,7 +3,8 @@
 The kernel adds up the parts of the projection, normalises and rotates query and key heads, and stores keys and values
 in their slots. It rounds as `rope_norm.py` does.
 
-Axis letters: T rows, P parts, H query heads, KV heads of keys and values, D head dim. Pages are as in `kv_store.py`.
+Axis letters: T rows, P parts, H query heads, KV heads of keys and values, D head dim, R rotated numbers of a head.
+Pages are as in `kv_store.py`.
 """
 
 from typing import NamedTuple
@@ -30,8 +31,8 @@ from dflash_kernels.rope_norm import (
     check_parts,
     check_weight,
     norm_half_tiles,
-    norm_rope_ref,
     rms_norm_ref,
+    rope_ref,
     rotate_half_tiles,
     sum_parts,
     sum_parts_ref,
@@ -51,6 +52,20 @@ class KVPlace(NamedTuple):
     """The scales of caches in FP8."""
 
 
+class Turn(NamedTuple):
+    """Which numbers of a head rope rotates in pairs: the first R ones, where R is the width of its tables."""
+
+    head_dim: int | None = None
+    """Numbers of a head; None for R. Numbers past R are not rotated."""
+    has_adjacent_pairs: bool = False
+    """Pairs are (0, 1), (2, 3), ... instead of (0, R / 2), (1, R / 2 + 1), ..."""
+    has_adjacent_angles: bool = False
+    """The tables hold the angle of a pair in adjacent columns, instead of once in each half."""
+
+
+HALVES = Turn()
+
+
 def rope_store_ref(
     parts: Tensor,
     head_norms: Tensor | None,
@@ -59,40 +74,71 @@ def rope_store_ref(
     sin: Tensor,
     num_kv: int,
     place: KVPlace | None,
+    turn: Turn = HALVES,
 ) -> Tensor:
     """Normalise and rotate the query and key heads of a projection, and store keys and values.
 
     parts       [P, T, (H + 2 KV) * D]   queries, keys, values, as returned by `product_parts_ref`; D even
     head_norms  [H + KV, D]              norm weight of each query head, then of each key head; None for no norm.
                                          [H + 2 KV, D] normalises values too, which are not rotated
-    cos, sin    [T, D]                   rows of the rope table
+    cos, sin    [T, R]                   rows of the rope table
     place       caches and slots, written; None stores nothing
+    turn        the rotated pairs
     Returns [T, H + 2 KV, D]: rotated queries, rotated keys, values. With a place, keys and values are as `kv_store_ref`
     returns them.
 
     The reference waits for the device (`kv_store_ref`); the kernel does not wait.
     """
-    rows = sum_parts_ref(parts, cos.dtype).view(len(cos), -1, cos.shape[1])
+    rows = sum_parts_ref(parts, cos.dtype).view(len(cos), -1, turn.head_dim or cos.shape[1])
     heads, values = rows[:, :-num_kv], rows[:, -num_kv:]
     if head_norms is not None and len(head_norms) == rows.shape[1]:
         head_norms, value_norms = head_norms[:-num_kv], head_norms[-num_kv:]
         values = rms_norm_ref(values, value_norms, eps)
-    heads = norm_rope_ref(heads, head_norms, eps, cos, sin)
+    heads = _rotate_ref(heads if head_norms is None else rms_norm_ref(heads, head_norms, eps), cos, sin, turn)
     query, keys = heads[:, :-num_kv], heads[:, -num_kv:]
     if place is not None:
         keys, values = kv_store_ref(keys, values, *place)
     return torch.cat((query, keys, values), dim=1)
 
 
-@jit
-def _load_halves(source, is_element, HALF: tl.constexpr):
-    return tl.load(source, mask=is_element, other=0.0), tl.load(source + HALF, mask=is_element, other=0.0)
+def _rotate_ref(heads: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> Tensor:
+    """Rotate heads [T, H, D]."""
+    turned, rest = heads.tensor_split([cos.shape[1]], dim=2)
+    if turn.has_adjacent_angles:
+        cos, sin = _halves_of(cos), _halves_of(sin)
+    if not turn.has_adjacent_pairs:
+        return torch.cat((rope_ref(turned, cos, sin), rest), dim=2)
+    turned = rope_ref(_halves_of(turned), cos, sin)
+    return torch.cat((torch.stack(turned.chunk(2, dim=2), dim=3).flatten(2), rest), dim=2)
+
+
+def _halves_of(pairs: Tensor) -> Tensor:
+    """Return columns [..., R] with the first number of every adjacent pair before all second numbers."""
+    return torch.cat((pairs[..., ::2], pairs[..., 1::2]), dim=-1)
 
 
 @jit
-def _store_halves(target, first, second, is_element, HALF: tl.constexpr):
-    tl.store(target, first, mask=is_element)
-    tl.store(target + HALF, second, mask=is_element)
+def _pair_columns(dim, NUM_PAIRS: tl.constexpr, HALF: tl.constexpr, IS_ADJACENT: tl.constexpr):
+    """Return the columns of both numbers of each pair. Columns past the rotated ones are paired without a rotation."""
+    first, second = dim, dim + HALF
+    if IS_ADJACENT:
+        is_turned = dim < NUM_PAIRS
+        first, second = tl.where(is_turned, 2 * dim, dim + NUM_PAIRS), tl.where(is_turned, 2 * dim + 1, dim + HALF)
+    elif NUM_PAIRS != HALF:
+        is_turned = dim < NUM_PAIRS
+        first, second = tl.where(is_turned, dim, dim + NUM_PAIRS), dim + tl.where(is_turned, NUM_PAIRS, HALF)
+    return first, second
+
+
+@jit
+def _load_pairs(source, first, second, is_element, OTHER: tl.constexpr):
+    return tl.load(source + first, mask=is_element, other=OTHER), tl.load(source + second, mask=is_element, other=OTHER)
+
+
+@jit
+def _store_pairs(target, first, second, values_first, values_second, is_element):
+    tl.store(target + first, values_first, mask=is_element)
+    tl.store(target + second, values_second, mask=is_element)
 
 
 @jit
@@ -106,6 +152,7 @@ def _rope_store_kernel(
     parts_row, part_stride, cos_row, sin_row, cache_page, cache_row, cache_head, eps, key_inverse, value_inverse,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, IS_ROUNDED: tl.constexpr,
+    NUM_PAIRS: tl.constexpr, HAS_ADJACENT_PAIRS: tl.constexpr, HAS_ADJACENT_ANGLES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE_H: tl.constexpr, TILE_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -115,23 +162,23 @@ def _rope_store_kernel(
     NUM_ROTATED: tl.constexpr = NUM_HEADS + NUM_KV
     dtype: tl.constexpr = out.dtype.element_ty
     dim = tl.arange(0, TILE_HALF)[None, :]
-    is_rotated = head < NUM_ROTATED
-    is_element = (head < NUM_ROTATED + NUM_KV) & (dim < HALF)
+    one, other = _pair_columns(dim, NUM_PAIRS, HALF, HAS_ADJACENT_PAIRS)
+    angle, same_angle = _pair_columns(dim, NUM_PAIRS, NUM_PAIRS, HAS_ADJACENT_ANGLES)
+    is_rotated, is_element = head < NUM_ROTATED, (head < NUM_ROTATED + NUM_KV) & (dim < HALF)
     # Load the weights before the sums, so that all loads wait for memory at the same time.
     if HAS_NORM:
         is_normed = is_element if HAS_VALUE_NORM else is_rotated & is_element
-        norm_first, norm_second = _load_halves(weight + head * HEAD_DIM + dim, is_normed, HALF)
+        norm_first, norm_second = _load_pairs(weight + head * HEAD_DIM, one, other, is_normed, 0.0)
     # The previous launch may still run: it writes neither rotations nor slots.
-    cos_first, cos_second = _load_halves(cos + row * cos_row + dim, dim < HALF, HALF)
-    sin_first, sin_second = _load_halves(sin + row * sin_row + dim, dim < HALF, HALF)
+    cos_first, cos_second = _load_pairs(cos + row * cos_row, angle, same_angle, dim < NUM_PAIRS, 1.0)
+    sin_first, sin_second = _load_pairs(sin + row * sin_row, angle, same_angle, dim < NUM_PAIRS, 0.0)
     if HAS_PLACE:
         slot = tl.load(slots + row).to(tl.int64)
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # the next launch is attention, which looks up its pages
-    source = row * parts_row + head * HEAD_DIM + dim
-    part_stride = part_stride.to(tl.int64)
-    plain_first = sum_parts(parts, source, is_element, part_stride, NUM_PARTS, dtype)
-    plain_second = sum_parts(parts, source + HALF, is_element, part_stride, NUM_PARTS, dtype)
+    source, part_stride = row * parts_row + head * HEAD_DIM, part_stride.to(tl.int64)
+    plain_first = sum_parts(parts, source + one, is_element, part_stride, NUM_PARTS, dtype)
+    plain_second = sum_parts(parts, source + other, is_element, part_stride, NUM_PARTS, dtype)
     first, second = plain_first, plain_second
     if HAS_NORM:
         first, second = norm_half_tiles(first, second, norm_first, norm_second, eps, HEAD_DIM)
@@ -143,15 +190,17 @@ def _rope_store_kernel(
     if HAS_PLACE:
         inverse = tl.where(is_rotated, key_inverse, value_inverse)
         stored_first, stored_second = _both_to_cache(first, second, inverse, key_cache.dtype.element_ty)
-        is_kept, place = is_element & (slot >= 0), row_of_slot(slot, cache_page, cache_row, PAGE_SIZE) + dim
+        is_kept, place = is_element & (slot >= 0), row_of_slot(slot, cache_page, cache_row, PAGE_SIZE)
         keys = key_cache + place + (head - NUM_HEADS) * cache_head
         values = value_cache + place + (head - NUM_ROTATED) * cache_head
-        _store_halves(keys, stored_first, stored_second, is_kept & is_rotated & (head >= NUM_HEADS), HALF)
-        _store_halves(values, stored_first, stored_second, is_kept & (head >= NUM_ROTATED), HALF)
+        _store_pairs(keys, one, other, stored_first, stored_second, is_kept & is_rotated & (head >= NUM_HEADS))
+        _store_pairs(values, one, other, stored_first, stored_second, is_kept & (head >= NUM_ROTATED))
         if IS_ROUNDED:
-            first = tl.where(head >= NUM_HEADS, from_cache(stored_first, dtype), first)
-            second = tl.where(head >= NUM_HEADS, from_cache(stored_second, dtype), second)
-    _store_halves(out + (row * (NUM_ROTATED + NUM_KV) + head) * HEAD_DIM + dim, first, second, is_element, HALF)
+            kept_first, kept_second = from_cache(stored_first, dtype), from_cache(stored_second, dtype)
+            first, second = (
+                tl.where(head >= NUM_HEADS, kept_first, first), tl.where(head >= NUM_HEADS, kept_second, second)
+            )  # fmt: skip
+    _store_pairs(out + (row * (NUM_ROTATED + NUM_KV) + head) * HEAD_DIM, one, other, first, second, is_element)
 
 
 def rope_store(
@@ -162,6 +211,7 @@ def rope_store(
     sin: Tensor,
     num_kv: int,
     place: KVPlace | None,
+    turn: Turn = HALVES,
 ) -> Tensor:
     """Compute `rope_store_ref` in one launch."""
     norms = () if head_norms is None else (head_norms,)
@@ -171,15 +221,17 @@ def rope_store(
         check_weight(norm, cos.dtype)
     check_parts(parts, cos.dtype)
     num_parts, num_rows, width = parts.shape
-    head_dim = cos.shape[1]
-    require(head_dim % 2 == 0, "cos", "an even head size")
+    rotated = cos.shape[1]
+    head_dim = turn.head_dim or rotated
+    require(rotated % 2 == head_dim % 2 == 0, "cos", "an even head size")
+    require(rotated <= head_dim, "cos", "at most the head size")
     require(width % head_dim == 0, "parts", "whole heads")
     num_heads = width // head_dim - 2 * num_kv
     require(num_heads > 0, "parts", "query heads, key heads and value heads")
     has_value_norm = head_norms is not None and len(head_norms) == num_heads + 2 * num_kv
     shape = (num_heads + num_kv * (2 if has_value_norm else 1), head_dim)
     require(head_norms is None or head_norms.shape == shape, "head_norms", "one norm per query and key head")
-    require(cos.shape == sin.shape == (num_rows, head_dim), "cos, sin", "one row per row of the projection")
+    require(cos.shape == sin.shape == (num_rows, rotated), "cos, sin", "one row per row of the projection")
     require(parts.stride(2) == cos.stride(1) == sin.stride(1) == 1, "parts, cos, sin", "contiguous rows")
     caches, page_size, scales = (parts, parts), 1, UNSCALED
     strides: tuple[int, ...] = (0, 0, 0)
@@ -199,8 +251,9 @@ def rope_store(
             1 / scales.key, 1 / scales.value,
             NUM_HEADS=num_heads, NUM_KV=num_kv, HEAD_DIM=head_dim, NUM_PARTS=num_parts,
             HAS_NORM=head_norms is not None, HAS_VALUE_NORM=has_value_norm, HAS_PLACE=place is not None,
-            IS_ROUNDED=place is not None and caches[0].dtype == FP8, PAGE_SIZE=page_size,
-            TILE_H=tile_heads, TILE_HALF=tile_half, num_warps=warps_for(tile_heads * tile_half),
-            enable_fp_fusion=False, **early(parts.device),
+            IS_ROUNDED=place is not None and caches[0].dtype == FP8, NUM_PAIRS=rotated // 2,
+            HAS_ADJACENT_PAIRS=turn.has_adjacent_pairs, HAS_ADJACENT_ANGLES=turn.has_adjacent_angles,
+            PAGE_SIZE=page_size, TILE_H=tile_heads, TILE_HALF=tile_half,
+            num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False, **early(parts.device),
         )  # fmt: skip
     return out

@@ -44,7 +44,7 @@ from dflash_kernels.ragged_attention import ragged_attention, ragged_attention_r
 from dflash_kernels.recent_conv import recent_conv, recent_conv_ref
 from dflash_kernels.rejection import reject, reject_ref
 from dflash_kernels.rope_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
-from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
+from dflash_kernels.rope_store import rope_store, rope_store_ref
 from dflash_kernels.row_changes import (
     HeldRows,
     ReadyRows,
@@ -80,7 +80,7 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     sandwich_norm: Callable[..., tuple[Tensor, Tensor]]
-    rope_store: Callable[[Tensor, Tensor | None, float, Tensor, Tensor, int, KVPlace | None], Tensor]
+    rope_store: Callable[..., Tensor]
     product: Callable[..., Tensor]
     product_parts: Callable[..., Tensor]
     gated_product: Callable[..., Tensor]

@@ -13,7 +13,7 @@ import pytest
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.checkpoint.hf_config import NATIVE_ROPES
 from dflash_runtime.checkpoint.hosted_config import open_decoder, recorded_types
-from dflash_runtime.checkpoint.runs_here import RunsHere, how_it_runs, recorded_trials
+from dflash_runtime.checkpoint.runs_here import RunsHere, how_it_runs, recorded_host_reads, recorded_trials
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models import rope
 from dflash_runtime.models.hosted import HostedTarget
@@ -28,8 +28,9 @@ from dflash_testing.refusals import refuses
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "transformers_trials.py"))
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-FEW = ("bert", "deepseek_vl_hybrid", "doge", "gptj", "xglm")
-"""Types by which the default test compares the record: one is refused, and four have their own attention."""
+FEW = ("bert", "deepseek_vl_hybrid", "doge", "gptj", "xglm", "gpt2")
+"""Types by which the default test compares the record: one is refused, four have their own attention, and the code of
+one reads values on the host."""
 
 MOST = [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in recorded_types()["decoders"]]
 
@@ -56,7 +57,20 @@ def release() -> None:
 
 @pytest.mark.parametrize("kind", MOST)
 def test_the_recorded_end_of_a_trial_is_the_end_of_a_trial(kind: str) -> None:
-    assert SCRIPT["record"]([kind]) == {key: end for key, end in recorded_trials().items() if key == kind}
+    for name, recorded in (("trials", recorded_trials()), ("host_reads", recorded_host_reads())):
+        assert SCRIPT["record"]([kind])[name] == {key: end for key, end in recorded.items() if key == kind}
+
+
+def test_inspect_says_whether_steps_are_captured(tmp_path: Path) -> None:
+    for kind, host_read in (("gpt2", "_local_scalar_dense"), ("gemma2", None)):
+        make_any(tmp_path / kind, kind)
+        answer = one_answer(tmp_path / kind)
+        assert (answer.runtime, answer.host_read) == ("transformers", host_read)
+        assert answer.words in " ".join(support.invoke("inspect", tmp_path / kind).out.split())
+        assert ("without CUDA graphs" in answer.words) == (host_read is not None)
+        target = load_target(open_target(tmp_path / kind), placement(), "auto")
+        assert isinstance(target, HostedTarget)
+        assert (target.uncaptured.field if target.uncaptured else None) == host_read
 
 
 @pytest.mark.parametrize("kind", ["doge", "gptj", "llava_onevision"])

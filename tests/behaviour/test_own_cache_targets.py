@@ -38,6 +38,7 @@ from dflash_testing.pairs import (
     random_llm,
     random_prompts,
 )
+from dflash_testing.plain_loop import WholeText, plain_loop
 from dflash_testing.refusals import refuses
 from dflash_testing.walking_drafts import draft_model, sample_of_all
 
@@ -88,6 +89,19 @@ def test_a_draft_that_is_right_for_some_tokens(models: Any, num_right: int) -> N
     said, wanted, accepted = steps_of(models, num_right)
     assert said == wanted
     assert accepted == {num_right + 1}
+
+
+def test_steps_with_several_residual_streams_equal_the_plain_loop(tmp_path: Path) -> None:
+    """A random draft proposes from the mean of the streams, so its tokens depend on all of them."""
+    model, target = make_model(tmp_path, "deepseek_v4"), host_own_cache(tmp_path)
+    draft, whole = draft_of(target), WholeText(model, target.config)
+    (prompt,) = random_prompts((33,), target.config.vocab_size)
+    text, steps = plain_loop(whole, draft, list(prompt), NUM_DRAFTS, FEW)
+    (output,) = random_llm(target, draft, NUM_DRAFTS).generate([prompt], replace(PARAMS, max_new_tokens=FEW))
+    assert list(output.token_ids) == text[:FEW]
+    found = [(step.draft_ids, step.num_accepted) for step in output.drafts]
+    assert len(found) > 4
+    assert found == steps[: len(found)]
 
 
 @pytest.mark.parametrize(

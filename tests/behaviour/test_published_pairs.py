@@ -4,14 +4,17 @@ Pairs are rows of tests/data/pairs.jsonl. `dflash_testing.published_pairs` descr
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from dflash_cli import validate
 from dflash_cli.checkpoints.description import describe
+from dflash_cli.terminal import documentation
 from dflash_runtime.errors import UnsupportedError
 from dflash_testing import checkpoints as support
+from dflash_testing.paths import ROOT
 from dflash_testing.published_pairs import ENGINES, PublishedPair, read_table
 
 PAIRS = read_table()
@@ -82,6 +85,28 @@ def test_the_most_used_pairs_are_clean() -> None:
         assert pair.errors == {}
         assert set(pair.warnings) <= BECAUSE_OF_TRAINING
         assert pair.served == list(ENGINES)
+
+
+def test_measured_steps_are_in_their_logs() -> None:
+    measured = [pair for pair in PAIRS if pair.steps]
+    assert len(measured) >= 8
+    for pair in measured:
+        log = (ROOT / "docs" / "measurements" / pair.steps["log"]).read_text(encoding="utf-8")
+        lines = "\n".join(pair.steps["lines"])
+        assert all(line in log for line in pair.steps["lines"]), pair.draft
+        numbers = set(re.findall(r"[\d.]+", lines))
+        assert all(f"{time:.3g}" in numbers or f"{time:.2f}" in numbers for time in pair.steps["ms"].values())
+
+
+def test_the_page_has_every_pair_once() -> None:
+    page = documentation.text("targets").partition("## Published pairs")[2]
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ") and "/" in line.split(" | ")[0]]
+    names = [f"{pair.draft} ({pair.revision})" if pair.revision else pair.draft for pair in PAIRS]
+    assert [row[0].removeprefix("| ") for row in rows] == names
+    for row, pair in zip(rows, PAIRS, strict=True):
+        is_refused = "refused" in row[5]
+        assert bool(pair.steps) == ("measurements/" in row[6])
+        assert is_refused == (row[6].strip(" |") == "")
 
 
 def test_every_error_has_a_reason() -> None:

@@ -205,7 +205,15 @@ BY_HAND: dict[str, Json] = {
     "by_hand_kimi_k3": {
         "model_type": "kimi_k3",
         "architectures": ["KimiK3ForConditionalGeneration"],
-        "text_config": {**KIMI_LINEAR, "quantization_config": INT4},
+        "text_config": {
+            **KIMI_LINEAR,
+            "quantization_config": INT4,
+            "attn_res_block_size": 12,
+            "routed_expert_hidden_size": 32,
+            "latent_moe_use_norm": True,
+            "mla_use_nope": True,
+            "mla_use_output_gate": True,
+        },
         "vision_config": {"hidden_size": 8},
     },
     "by_hand_kimi_linear": {**KIMI_LINEAR, "architectures": ["KimiLinearForCausalLM"]},

@@ -10,7 +10,7 @@ from dflash_kernels.rope_norm import (
     rms_norm,
     rms_norm_ref,
 )
-from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
+from dflash_kernels.rope_store import KVPlace, Turn, rope_store, rope_store_ref
 from dflash_kernels.slot_mapping import PAD
 from dflash_testing.tensors import ARRANGEMENTS, DEVICE, DTYPES, assert_mostly_equal, assert_rows_close, normal
 
@@ -138,6 +138,62 @@ def test_values_may_have_a_norm_and_are_never_rotated(dtype: torch.dtype) -> Non
     assert_rows_close(out, true, dtype)
 
 
+TURNS = [
+    Turn(24),
+    Turn(None, True),
+    Turn(24, True),
+    Turn(None, True, True),
+    Turn(24, True, True),
+    Turn(40, False, True),
+]
+
+
+def turned(heads: Tensor, angles: Tensor, turn: Turn) -> Tensor:
+    """Rotate the pairs of heads [T, H, D] one after another, by angles [T, R / 2]."""
+    out, num_pairs = heads.clone(), angles.shape[1]
+    for pair in range(num_pairs):
+        one, other = (2 * pair, 2 * pair + 1) if turn.has_adjacent_pairs else (pair, pair + num_pairs)
+        cos, sin = angles[:, None, pair].cos(), angles[:, None, pair].sin()
+        out[..., one] = heads[..., one] * cos - heads[..., other] * sin
+        out[..., other] = heads[..., other] * cos + heads[..., one] * sin
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("turn", TURNS)
+def test_pairs_may_be_adjacent_and_heads_partly_rotated(turn: Turn, has_norm: bool, dtype: torch.dtype) -> None:
+    rotated, num_heads, num_kv = 16, 3, 2
+    size = turn.head_dim or rotated
+    parts, angles = normal(2, 5, (num_heads + 2 * num_kv) * size) * 2, normal(5, rotated // 2, seed=1)
+    spread = angles.repeat_interleave(2, 1) if turn.has_adjacent_angles else torch.cat((angles, angles), 1)
+    weight = normal(num_heads + num_kv, size, dtype=dtype, seed=2) + 1 if has_norm else None
+    place = nan_place("between layers", num_kv, size, torch.arange(5, device=DEVICE), dtype)
+    out = rope_store(parts, weight, 1e-6, spread.cos().to(dtype), spread.sin().to(dtype), num_kv, place, turn)
+    rows = parts.double().sum(0).view(5, -1, size)
+    heads = rows[:, :-num_kv]
+    if weight is not None:
+        heads = rms_norm_ref(heads, weight.double(), 1e-6)
+    true = torch.cat((turned(heads, angles.double(), turn), rows[:, -num_kv:]), 1)
+    assert_rows_close(out, true, dtype)
+    for cache, stored in zip(place[:2], out[:, -2 * num_kv :].split(num_kv, dim=1), strict=True):
+        assert torch.equal(cache.flatten(0, 1)[:5], stored)
+    exact = rope_store_ref(
+        parts.double(), None if weight is None else weight.double(), 1e-6, spread.double().cos(), spread.double().sin(),
+        num_kv, None, turn,
+    )  # fmt: skip
+    torch.testing.assert_close(exact, true)
+
+
+def test_tables_without_columns_rotate_nothing() -> None:
+    parts, none = normal(1, 5, 6 * 16), normal(5, 8)[:, :0]
+    place = nan_place("alone", 2, 16, torch.arange(5, device=DEVICE), torch.float32)
+    assert torch.equal(rope_store(parts, None, 1e-6, none, none, 2, place, Turn(16)), parts[0].view(5, 6, 16))
+    assert torch.equal(place.key_cache.flatten(0, 1)[:5], parts[0].view(5, 6, 16)[:, 2:4])
+    rows = rope_store_ref(parts, None, 1e-6, none, none, 2, None, Turn(16))
+    assert torch.equal(rows, parts[0].view(5, 6, 16))
+
+
 def test_arguments_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(TypeError, match="float64"):
         rms_norm(normal(2, 8).double(), normal(8).double(), 1e-6)
@@ -147,6 +203,8 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
         rms_norm(normal(2, 8), normal(7), 1e-6)
     with pytest.raises(ValueError, match=r"^cos: "):
         rope_store(normal(1, 2, 21), None, 1e-6, normal(2, 7), normal(2, 7), 1, None)
+    with pytest.raises(ValueError, match=r"^cos: "):
+        rope_store(normal(1, 2, 24), None, 1e-6, normal(2, 8), normal(2, 8), 1, None, Turn(6))
     with pytest.raises(ValueError, match=r"^parts: "):
         rope_store(normal(1, 2, 16), None, 1e-6, normal(2, 8), normal(2, 8), 1, None)
     with pytest.raises(TypeError, match=r"^parts: "):

@@ -256,7 +256,12 @@ def target_can_be_run_here(subject: Subject) -> Iterator[Problem]:
     if answer.runtime is None:
         yield Problem(location, answer.words + why)
     elif not answer.is_fast:
-        effect = "acceptance is measured as usual, but times do not show the pair's speed"
+        slowness = (
+            "steps take longer than with dflash's own code"
+            if answer.is_captured
+            else "times do not show the pair's speed"
+        )
+        effect = f"acceptance is measured as usual, but {slowness}"
         fix = "dflash eval-acceptance {draft} --target {target} # then measure speed in the engine"
         yield Problem(location, f"runs {answer.words}{why}", effect=effect, fix=fix)
 

@@ -50,8 +50,19 @@ ONLY_IMAGES = "vision"
 NOT_A_CACHE = {"an encoder": "is_encoder_decoder", "attention to later tokens": "use_bidirectional_attention"}
 """Features that rule out a cache of earlier tokens -> the config attributes that state them."""
 
-NUM_STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
-"""Keys for the number of residual streams. A layer with several streams has several outputs, and a draft reads one."""
+MEAN_OF_STREAMS = "hc_mult"
+"""Key for a number of residual streams. A draft reads their mean. Source: the taps of DeepSeek-V4 and GLM-5.3-Flash in
+vLLM and SGLang."""
+
+NUM_STREAMS = ("hc_count", "altup_num_inputs")
+"""Keys for the number of residual streams of families in which no engine taps layers for a draft."""
+
+NOT_COMPUTED = {
+    "attention over the outputs of earlier blocks of layers": "attn_res_block_size",
+    "experts of another width than the residual stream": "routed_expert_hidden_size",
+    "a gate on the output of latent attention": "mla_use_output_gate",
+}
+"""Features that no class of the recorded release of transformers computes -> their keys. Source: Kimi-K3."""
 
 POSITIONS_UNSTATED = 2**17
 """Positions of a target if its config states no limit."""
@@ -69,8 +80,9 @@ COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_positi
 """Numbers that a decoder over our pages must state once for all layers."""
 
 DECIDING_KEYS = (
-    *dict.fromkeys(key for keys in REFUSED_KEYS.values() for key in keys), *NUM_STREAMS, "is_encoder_decoder",
-    "v_head_dim", "head_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "num_layers",
+    *dict.fromkeys(key for keys in REFUSED_KEYS.values() for key in keys), *NUM_STREAMS, *NOT_COMPUTED.values(),
+    MEAN_OF_STREAMS, "is_encoder_decoder", "v_head_dim", "head_dim", "kv_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "num_layers",
 )  # fmt: skip
 """Attributes by which a decoder is refused, beside its kinds of layers and its ropes."""
 
@@ -139,7 +151,7 @@ def refuse_cache(text: "DecoderConfig", path: Path) -> None:
         UnsupportedError: names each feature.
     """
     reasons = [f"{words} ({key})" for words, key in NOT_A_CACHE.items() if getattr(text, key, None) in (True, "all")]
-    reasons += _streams(text)
+    reasons += (*_streams(text), *_not_computed(text))
     if reasons:
         raise not_run(text.model_type, *reasons, path=path)
 
@@ -153,7 +165,7 @@ def refuse_type(source: TargetSource, known: Container[str], runnable: Container
     stated, path = source.checkpoint.config, source.checkpoint.config_path
     kind = str(stated.get("model_type", ""))
     if kind not in known:
-        why = _why_unknown(stated, release)
+        why = _why_unknown(source, release)
         raise not_run(kind or source.facts.model_type, why, id="target-unknown-to-transformers", path=path)
     if kind not in runnable:
         why = "transformers does not have a causal language model of this type"
@@ -172,8 +184,9 @@ class RecordedConfig:
         self._defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._stated:
-            return self._stated[name]
+        for key in (name, self._defaults.get("names", {}).get(name)):
+            if key in self._stated:
+                return self._stated[key]
         is_count = name in COUNTS and name not in self._defaults.get("lacks", ())
         return 1 if is_count else self._defaults.get(name)
 
@@ -308,8 +321,13 @@ def in_one_line(error: Exception) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def _why_unknown(stated: Mapping[str, Any], release: str) -> str:
+def _why_unknown(source: TargetSource, release: str) -> str:
+    stated = source.checkpoint.config
     known = f"transformers {release} does not know this type"
+    text, _ = decoder_config(stated, source.checkpoint.config_path)
+    features = tuple(_not_computed(RecordedConfig(str(text.get("model_type", "")), text, {})))
+    if features:
+        known += f", and none of its classes has {', '.join(features)}"
     if stated.get("auto_map"):
         known += (
             ", and dflash never runs code from a checkpoint (auto_map): trust_remote_code would let it do anything "
@@ -332,6 +350,7 @@ def _refusals(text: "DecoderConfig") -> Iterator[str]:
     if getattr(text, "is_encoder_decoder", False):
         yield "an encoder"
     yield from _streams(text)
+    yield from _not_computed(text)
     kinds = dict.fromkeys(getattr(text, "layer_types", None) or ())
     for kind in kinds:
         if kind in STATEFUL:
@@ -409,11 +428,26 @@ def _rope(text: "PretrainedConfig") -> RopeConfig:
     return RopeConfig(theta=float(theta) if is_number(theta) else 10_000.0, kind=kind, params=stated)
 
 
+def num_streams(text: "DecoderConfig") -> int:
+    """Return the number of residual streams. A draft reads their mean."""
+    return _count(text, MEAN_OF_STREAMS, 1)
+
+
 def _streams(text: "DecoderConfig") -> Iterator[str]:
-    """Name several residual streams if the config states them."""
+    """Name several residual streams if the config states them, and nobody says how a draft reads them."""
     for key in NUM_STREAMS:
         if _count(text, key, 1) > 1:
-            yield f"{_count(text, key, 1)} residual streams, while a draft reads one ({key})"
+            yield (
+                f"{_count(text, key, 1)} residual streams, while a draft reads one, and no engine's code for this "
+                f"family says which ({key})"
+            )
+
+
+def _not_computed(text: "DecoderConfig") -> Iterator[str]:
+    """Name features that no class of transformers computes."""
+    for words, key in NOT_COMPUTED.items():
+        if _is_stated(_value(text, key)):
+            yield f"{words} ({key} {_value(text, key)})"
 
 
 def _windows(text: "PretrainedConfig") -> tuple[int | None, ...]:

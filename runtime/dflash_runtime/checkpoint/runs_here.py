@@ -47,9 +47,12 @@ cache."""
 
 WORDS: dict[TargetRuntime, str] = {
     "native": "natively",
-    "transformers": "slowly, by transformers over our pages",
+    "transformers": "by transformers over our pages, in CUDA graphs on a GPU",
     "transformers-cache": "very slowly, by transformers with its own cache",
 }
+
+UNCAPTURED = "slowly, by transformers over our pages, without CUDA graphs: its code reads values on the host"
+"""The words for a target over our pages with such code."""
 
 FAMILIES = "dflash_runtime.models"
 """The package of native families. Importing it imports no family."""
@@ -87,6 +90,8 @@ class RunsHere:
     """The answer for one target.
 
     runtime        the code that runs it; None if it is refused
+    host_read      the operation that reads a value on the host in a step over our pages, which rules out CUDA graphs;
+                   None if the trial of its type found none
     quantization   how its weights are quantised; None for plain weights
     refusal        why nothing here runs it; None if something does
     """
@@ -94,6 +99,7 @@ class RunsHere:
     runtime: TargetRuntime | None
     quantization: Quantization | None = None
     refusal: UnsupportedError | CheckpointError | None = None
+    host_read: str | None = None
 
     @property
     def is_fast(self) -> bool:
@@ -101,12 +107,18 @@ class RunsHere:
         return self.runtime == "native"
 
     @property
+    def is_captured(self) -> bool:
+        """Whether transformers runs it over our pages, in CUDA graphs on a GPU."""
+        return self.runtime == "transformers" and self.host_read is None
+
+    @property
     def words(self) -> str:
-        """The answer in words, such as `slowly, by transformers over our pages; weights fp8, dequantised`."""
+        """The answer in words, such as `natively; weights fp8`."""
         if self.runtime is None:
             return f"refused: {self.reason}"
         packed = "" if self.quantization is None else f"; weights {self.quantization.label}"
-        return WORDS[self.runtime] + packed
+        way = WORDS[self.runtime] if self.host_read is None else f"{UNCAPTURED} ({self.host_read})"
+        return way + packed
 
     @property
     def reason(self) -> str:
@@ -158,7 +170,7 @@ def how_it_runs(
                     raise
         text, path = read_decoder(source), source.checkpoint.config_path
         runtime: TargetRuntime = "transformers-cache"
-        tried = _end_of_trial(source, text.model_type, recorded_trials() if trials is None else trials)
+        tried = _find(recorded_trials() if trials is None else trials, source, text.model_type)
         if wanted != "transformers-cache" and _fits_pages(text, path) and tried != runtime:
             runtime = "transformers"
         else:
@@ -166,24 +178,34 @@ def how_it_runs(
         if tried in TRIAL_WORDS:
             raise not_run(text.model_type, TRIAL_WORDS[tried], id=tried, path=path)
         _refuse_adapter(source)
-        return RunsHere(runtime, read_quantization(source, has_headers=has_headers))
+        host_read = _find(recorded_host_reads(), source, text.model_type) if runtime == "transformers" else None
+        return RunsHere(runtime, read_quantization(source, has_headers=has_headers), host_read=host_read)
     except (UnsupportedError, CheckpointError) as error:
         return RunsHere(None, refusal=error)
 
 
 @cache
-def recorded_trials() -> Mapping[str, str]:
-    """Return the table of `scripts/transformers_trials.py`; an empty one if another transformers is installed."""
+def _record() -> Mapping[str, Mapping[str, str]]:
+    """Return the tables of `scripts/transformers_trials.py`; empty ones if another transformers is installed."""
     found: dict[str, Any] = json.loads(Path(__file__).with_name("transformers_trials.json").read_text("utf-8"))
-    trials: Mapping[str, str] = found["trials"]
-    return trials if release_note() is None else {}
+    return {name: found[name] if release_note() is None else {} for name in ("trials", "host_reads")}
 
 
-def _end_of_trial(source: TargetSource, decoder_type: str, trials: Mapping[str, str]) -> str | None:
-    """Return how the trial of a model type ended. A wrapper was tried with its usual decoder."""
+def recorded_trials() -> Mapping[str, str]:
+    """Return model type -> the end of its trial, where its config does not show it."""
+    return _record()["trials"]
+
+
+def recorded_host_reads() -> Mapping[str, str]:
+    """Return model type -> the operation by which its code reads a value on the host, over our pages."""
+    return _record()["host_reads"]
+
+
+def _find(table: Mapping[str, str], source: TargetSource, decoder_type: str) -> str | None:
+    """Return a model type's row of a table of trials. A wrapper was tried with its usual decoder."""
     kind = str(source.checkpoint.config.get("model_type"))
     is_usual = recorded_types()["decoders"].get(kind) == decoder_type
-    return trials.get(kind if is_usual else decoder_type)
+    return table.get(kind if is_usual else decoder_type)
 
 
 def without_native_family(source: TargetSource, families: frozenset[str]) -> UnsupportedError:

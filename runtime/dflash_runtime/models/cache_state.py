@@ -1,8 +1,8 @@
 """Turn the state of one text in a cache of transformers into named tensors and plain values, and back.
 
 This works for any class of cache: a state is every tensor, number, string and boolean that can be reached from the
-cache object. To restore a state, the model makes a cache of a single token, and each part of it is replaced. A part
-that only one side has is refused.
+cache object. To restore a state, the model makes a cache of a single token, and each part of it is replaced. A part may
+be None in a short text and a tensor in a longer one. A part that only one side has is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,16 +44,18 @@ def put_state(cache: Any, state: TextState) -> str | None:
     If a part does not fit, return the reason. The cache is then unusable.
     """
     tensors = {name.removeprefix(STATE): item for name, item in state.tensors.items() if name.startswith(STATE)}
-    for path, value in list(_leaves(cache)):
+    leaves = list(_leaves(cache))
+    device = next((value.device for _, value in leaves if isinstance(value, Tensor)), None)
+    for path, value in leaves:
         name = _name(path)
-        given = tensors.pop(name, None) if isinstance(value, Tensor) else state.values.get(name, ...)
-        if (given is None and isinstance(value, Tensor)) or given is ...:
+        is_tensor = isinstance(value, Tensor) or (value is None and name in tensors)
+        given = tensors.pop(name, None) if is_tensor else state.values.get(name, ...)
+        if given is ... or (given is None and is_tensor and state.values.get(name, ...) is not None):
             return f"{name} is missing"
-        if isinstance(value, Tensor):
-            assert isinstance(given, Tensor)
-            if given.dtype != value.dtype or given.ndim != value.ndim:
+        if isinstance(given, Tensor):
+            if isinstance(value, Tensor) and (given.dtype != value.dtype or given.ndim != value.ndim):
                 return f"{name} is {given.dtype} of {given.ndim} axes, expected {value.dtype} of {value.ndim}"
-            given = given.to(value.device)
+            given = given.to(device)
         _replace(cache, path, given)
     return f"{next(iter(tensors))} is unknown to this target" if tensors else None
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_runtime.checkpoint.hf_config import not_run
+from dflash_runtime.checkpoint.hosted_config import num_streams
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import DFlashError
@@ -45,9 +46,10 @@ from dflash_runtime.models.hosted_attention import (
 from dflash_runtime.models.hosted_capture import why_not_captured
 from dflash_runtime.models.hosted_experts import use_our_experts
 from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, quietly
-from dflash_runtime.models.hosted_swaps import Setting, Swaps, swap_modules
+from dflash_runtime.models.hosted_swaps import Swaps, swap_modules
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.swapped_modules import Setting
 from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class TransformersTarget:
         text: PretrainedConfig = model.config.get_text_config(decoder=True)
         self.code_config: dict[str, Any] = json.loads(json.dumps(text.to_dict(), default=str), parse_constant=str)
         self._device = placement.device
+        self._num_streams = num_streams(text)
         self.embedding: Tensor = parameter_of(model.get_input_embeddings(), "weight", placement.device)
         self.head: Linear = read_head(config, model, placement)
         self.decoder = decoder
@@ -95,7 +98,8 @@ class TransformersTarget:
     def _run_decoder(self, token_ids: Tensor, taps: Sequence[int], **given: Any) -> tuple[Tensor, Tensor | None, Any]:
         """Token ids [T] -> hidden states [T, hidden], features [T, F] and the decoder's whole output."""
         outputs: dict[int, Tensor] = {}
-        hooks = [self._layers[tap].register_forward_hook(partial(keep_output, outputs, tap)) for tap in set(taps)]
+        keep = partial(keep_output, outputs, self._num_streams)
+        hooks = [self._layers[tap].register_forward_hook(partial(keep, tap)) for tap in set(taps)]
         try:
             output = self.decoder(input_ids=token_ids[None].to(self.entry), **given)
         finally:
@@ -265,10 +269,12 @@ def find_layers(config: TargetConfig, decoder: nn.Module) -> nn.ModuleList:
     return found[0]
 
 
-def keep_output(outputs: dict[int, Tensor], layer: int, module: nn.Module, inputs: object, output: Any) -> None:
-    """Store the residual stream after a layer; a forward hook."""
+def keep_output(
+    outputs: dict[int, Tensor], num_streams: int, layer: int, module: nn.Module, inputs: object, output: Any
+) -> None:
+    """Store the residual stream after a layer, or the mean of its streams [1, T, N, hidden]; a forward hook."""
     rows = output if isinstance(output, Tensor) else output[0]
-    outputs[layer] = rows[0]
+    outputs[layer] = rows[0] if num_streams == 1 else rows[0].mean(dim=1)
 
 
 def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.device) -> dict[int, Scores]:

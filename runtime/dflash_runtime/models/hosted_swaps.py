@@ -13,76 +13,34 @@ arguments of a real call. Of several possible swaps the one with the smallest er
 
 A swapped module keeps its parameters. Stacked weights replace them as views, so they need no more memory.
 
-Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F inner width.
+`swapped_attention.py` and `swapped_modules.py` have the swaps. Axis letters: T flat rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import permutations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dflash_kernels.suite import Kernels
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.agreement import error_of, random_like, tolerance_of
-from dflash_runtime.models.hosted_attention import HostedAttention, OwnValues, Scores, calling, current_attend
-from dflash_runtime.models.layers import Attention, Linear
-
-Forward = Callable[..., Any]
-
-PASSED_ON = frozenset({"hidden_states", "position_embeddings", "position_ids", "cache_position", "use_cache"})
-"""Arguments of a call of attention that a swap reads or need not read. Others must be absent, None or False."""
+from dflash_runtime.models.hosted_attention import HostedAttention, OwnValues, calling
+from dflash_runtime.models.swapped_attention import find_attention
+from dflash_runtime.models.swapped_modules import (
+    Call,
+    Setting,
+    Swap,
+    find_feed_forwards,
+    find_linears,
+    find_norms,
+)
 
 SCALES = (1.0, 1e-3, 30.0)
 """Rows of the comparison have these sizes in turn. Small rows show the epsilon of a norm."""
 
 LEAST_LIKENESS = 32
 """A whole model with swaps may differ from the model without them by this many roundings of the dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Arguments of one call of a module, and its result."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    output: Any
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the module got rows and nothing else, and returned rows."""
-        return len(self.args) == 1 and not self.kwargs and all(map(_is_rows, (*self.args, self.output)))
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """A function that may replace a module's forward.
-
-    kind      the name of the swap in messages
-    stacked   linears whose weights become views of a stacked weight, each with its rows
-    """
-
-    kind: str
-    forward: Forward
-    stacked: Sequence[tuple[nn.Linear, Tensor]] = ()
-
-    def put_into(self, module: nn.Module) -> None:
-        """Let a module call the swap."""
-        for linear, rows in self.stacked:
-            linear.weight = nn.Parameter(rows, requires_grad=False)
-        module.forward = self.forward
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Config and kernels of a target, and the scores of its attention layers."""
-
-    config: TargetConfig
-    kernels: Kernels
-    scores: Mapping[int, Scores]
 
 
 @dataclass(slots=True)
@@ -198,201 +156,6 @@ def _random_rows(like: Tensor) -> Tensor:
 def _rows_of(output: Any) -> Tensor:
     rows: Tensor = output[0] if isinstance(output, tuple) else output
     return rows
-
-
-def _is_rows(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
-
-
-def find_norms(module: nn.Module, call: Call, setting: Setting) -> Iterator[Swap]:
-    """Yield swaps of a norm: with its weight in its dtype, in float32, or in float32 as a difference from 1."""
-    if not call.is_plain or call.args[0].shape != call.output.shape:
-        return
-    for weight, eps in norm_weights(module, call.output.shape[-1], call.output):
-        yield Swap("norm", SwappedNorm(weight, eps, setting.kernels))
-
-
-def norm_weights(module: nn.Module, width: int, like: Tensor) -> Iterator[tuple[Tensor, float]]:
-    """Yield the weights and the epsilon with which a module without children may be a norm of this width."""
-    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-    parameters = list(module.parameters())
-    if not isinstance(eps, float) or next(module.children(), None) is not None or len(parameters) > 1:
-        return
-    if not parameters:
-        yield torch.ones(width, dtype=like.dtype, device=like.device), eps
-        return
-    weight = parameters[0].detach()
-    if weight.shape != (width,):
-        return
-    yield weight, eps
-    yield weight.float(), eps
-    yield 1.0 + weight.float(), eps
-
-
-@dataclass(frozen=True, slots=True)
-class SwappedNorm:
-    """A norm of the last axis."""
-
-    weight: Tensor
-    eps: float
-    kernels: Kernels
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        return self.kernels.rms_norm(hidden, self.weight, self.eps)
-
-
-def find_linears(module: nn.Module, call: Call, setting: Setting) -> Iterator[Swap]:
-    """Yield the swap of a product without bias."""
-    if type(module) is nn.Linear and module.bias is None and call.is_plain:
-        yield Swap("linear", SwappedLinear(Linear(module.weight.detach(), None, setting.kernels)))
-
-
-@dataclass(frozen=True, slots=True)
-class SwappedLinear:
-    """A product with one weight."""
-
-    linear: Linear
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[..., K] -> [..., N]."""
-        return _by_rows(self.linear, hidden)
-
-
-def _by_rows(compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-    """Compute flat rows [T, K] -> [T, N] of a tensor with further axes before them."""
-    rows = compute(hidden.reshape(-1, hidden.shape[-1]))
-    return rows.view(*hidden.shape[:-1], rows.shape[-1])
-
-
-def find_feed_forwards(module: nn.Module, call: Call, setting: Setting) -> Iterator[Swap]:
-    """Yield swaps of a gated feed-forward: two or three products, with rows of the gate before rows of `up`."""
-    linears = _own_linears(module)
-    if linears is None or not call.is_plain or any(linear.bias is not None for linear in linears.values()):
-        return
-    for *inner, down in permutations(linears.values()):
-        (width, inner_width), sizes = down.weight.shape, {tuple(linear.weight.shape) for linear in inner}
-        if len(inner) == 2 and sizes == {(inner_width, width)}:
-            yield _feed_forward(torch.cat([linear.weight.detach() for linear in inner]), down, setting.kernels, inner)
-        elif len(inner) == 1 and sizes == {(2 * inner_width, width)}:
-            yield _feed_forward(inner[0].weight.detach(), down, setting.kernels)
-
-
-def _feed_forward(gate_up: Tensor, down: nn.Linear, kernels: Kernels, parts: Sequence[nn.Linear] = ()) -> Swap:
-    stacked = list(zip(parts, gate_up.chunk(2), strict=True)) if parts else []
-    first, last = Linear(gate_up, None, kernels), Linear(down.weight.detach(), None, kernels)
-    return Swap("feed-forward", SwappedFeedForward(first, last), stacked)
-
-
-@dataclass(frozen=True, slots=True)
-class SwappedFeedForward:
-    """down(silu(gate(x)) * up(x))."""
-
-    gate_up: Linear
-    down: Linear
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]."""
-        return _by_rows(lambda rows: self.down(self.gate_up.gated(rows)), hidden)
-
-
-def find_attention(module: nn.Module, call: Call, setting: Setting) -> Iterator[Swap]:
-    """Yield swaps of attention, whose queries, keys and values have one weight or three. Heads may have norms."""
-    layer, tables = getattr(module, "layer_idx", None), call.kwargs.get("position_embeddings")
-    if not isinstance(layer, int) or layer not in setting.scores:
-        return
-    scores = setting.scores[layer]
-    linears = _own_linears(module, scores.softmax.sinks)
-    if linears is None or tables is None or not _is_attention_call(call, tables):
-        return
-    num_kv, size = setting.config.kv_shapes[layer]
-    heads = (setting.config.num_heads, num_kv)
-    if tables[0].shape[-1] != size or size % 2:
-        return
-    for qkv, output, stacked in _projections(linears, sum(heads) + num_kv, size, setting.kernels):
-        for norms, eps in _head_norms(module, heads, size, call.output[0]):
-            attention = Attention(qkv, output, norms, eps, *heads, size, setting.kernels, scores.softmax)
-            yield Swap("attention", SwappedAttention(attention, layer, scores.factor), stacked)
-
-
-def _is_attention_call(call: Call, tables: Any) -> bool:
-    """Whether a call has rows, rotary tables [1, T, D], and nothing else that its result could depend on."""
-    rows = call.kwargs.get("hidden_states", call.args[0] if len(call.args) == 1 else None)
-    others = [value for name, value in call.kwargs.items() if name not in PASSED_ON]
-    is_pair = isinstance(tables, tuple) and len(tables) == 2 and all(_is_rows(item) for item in tables)
-    if not is_pair or not _is_rows(rows) or any(value is not None and value is not False for value in others):
-        return False
-    returned = call.output
-    is_alone = isinstance(returned, tuple) and len(returned) == 2 and returned[1] is None and _is_rows(returned[0])
-    return is_alone and tables[0].dtype == rows.dtype and tables[0].shape[:2] == rows.shape[:2]
-
-
-def _projections(
-    linears: Mapping[str, nn.Linear], num_heads: int, size: int, kernels: Kernels
-) -> Iterator[tuple[Linear, Linear, Sequence[tuple[nn.Linear, Tensor]]]]:
-    """Yield the projection to queries, keys and values, the projection back, and the linears with stacked weights."""
-    for last in linears.values():
-        inner = [linear for linear in linears.values() if linear is not last]
-        output = Linear(last.weight.detach(), _detached(last.bias), kernels)
-        if sum(len(linear.weight) for linear in inner) != num_heads * size:
-            continue
-        if len(inner) == 1:
-            yield Linear(inner[0].weight.detach(), _detached(inner[0].bias), kernels), output, ()
-        elif len(inner) == 3 and len({(linear.bias is None, linear.weight.shape[1]) for linear in inner}) == 1:
-            weight = torch.cat([linear.weight.detach() for linear in inner])
-            biases = [linear.bias.detach() for linear in inner if linear.bias is not None]
-            rows = weight.split([len(linear.weight) for linear in inner])
-            qkv = Linear(weight, torch.cat(biases) if biases else None, kernels)
-            yield qkv, output, list(zip(inner, rows, strict=True))
-
-
-def _detached(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.detach()
-
-
-def _head_norms(
-    module: nn.Module, heads: tuple[int, int], size: int, like: Tensor
-) -> Iterator[tuple[Tensor | None, float]]:
-    """Yield the head norms [H + KV, D] that a module may have, and their epsilon."""
-    norms = [child for child in module.children() if type(child) is not nn.Linear]
-    if not norms:
-        yield None, 0.0
-    if len(norms) != 2:
-        return
-    for query, key in zip(*(norm_weights(norm, size, like) for norm in norms), strict=False):
-        if query[1] == key[1]:
-            weights = zip((query[0], key[0]), heads, strict=True)
-            yield torch.cat([weight.expand(count, -1) for weight, count in weights]), query[1]
-
-
-@dataclass(frozen=True, slots=True)
-class SwappedAttention:
-    """Attention over our pages. `factor` is a factor on queries beside the usual scaling."""
-
-    attention: Attention
-    layer: int
-    factor: float
-
-    def __call__(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
-    ) -> tuple[Tensor, None]:
-        """[1, T, hidden] and rotary tables [1, T, D] -> [1, T, hidden]."""
-        attention, attend = self.attention, current_attend()
-        cos, sin = (table[0] for table in position_embeddings)
-        query, keys, values = attention.project(hidden_states[0], cos, sin, attend.place(self.layer))
-        if self.factor != 1.0:
-            query = query * self.factor
-        rows = attend.read(self.layer, query, keys, values, attention.softmax)
-        return attention.output(rows.flatten(-2))[None], None
-
-
-def _own_linears(module: nn.Module, sinks: Tensor | None = None) -> dict[str, nn.Linear] | None:
-    """Return the linears of a module by name, or None if a linear lies deeper, or the module has other parameters."""
-    found = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
-    deeper = [child for child in module.modules() if isinstance(child, nn.Linear)]
-    own = [parameter for parameter in module.parameters(recurse=False) if parameter is not sinks]
-    is_plain = len(deeper) == len(found) and not own and all(not item.weight.is_meta for item in found.values())
-    return found if 2 <= len(found) <= 4 and is_plain else None
 
 
 FINDERS: Iterable[Callable[[nn.Module, Call, Setting], Iterator[Swap]]] = (

@@ -14,7 +14,7 @@ from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.delta_rule import Gates
 from dflash_kernels.fp8_weight import Fp8Weight
-from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.rope_store import HALVES, KVPlace, Turn
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import SINKS
 from dflash_runtime.config import DraftConfig, TargetConfig
@@ -171,6 +171,7 @@ class Attention:
     head_dim: int
     kernels: Kernels
     softmax: Softmax = PLAIN
+    turn: Turn = HALVES
 
     @classmethod
     def read(cls, weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> "Attention":
@@ -189,7 +190,7 @@ class Attention:
 
     def rotate(self, parts: Tensor, cos: Tensor, sin: Tensor, place: KVPlace | None) -> tuple[Tensor, Tensor, Tensor]:
         """As `project`, after the product, in parts [P, T, (H + 2 KV) * D]."""
-        rows = self.kernels.rope_store(parts, self.head_norms, self.eps, cos, sin, self.num_kv_heads, place)
+        rows = self.kernels.rope_store(parts, self.head_norms, self.eps, cos, sin, self.num_kv_heads, place, self.turn)
         query, keys, values = rows.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         return query, keys, values
 

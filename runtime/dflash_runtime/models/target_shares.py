@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kernels.mxfp4 import PACKED_DEPTH
+from dflash_kernels.mxfp4 import BLOCK
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.fp8_format import Fp8Format
 from dflash_runtime.checkpoint.layout import Shapes
@@ -92,7 +92,7 @@ def share_config(config: TargetConfig, size: int) -> TargetConfig:
         )  # fmt: skip
     if experts is not None:
         shared = None if experts.shared_size is None else experts.shared_size // size
-        unit = PACKED_DEPTH if config.quantization == MXFP4 else 1  # zeros fill up the last rank's packed experts
+        unit = BLOCK if config.quantization == MXFP4 else 1  # zeros fill up the packed experts of the last rank
         inner = -(-experts.intermediate_size // (size * unit)) * unit
         experts = replace(experts, intermediate_size=inner, shared_size=shared)
     return replace(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.checkpoints.hub import HubUnreachable, explained
+from dflash_cli.checkpoints.hub import explained
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_hub_id, tiny_directory
+from dflash_cli.checkpoints.slow_answers import HubUnreachable
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub

@@ -150,6 +150,13 @@ OWN_CACHE: Mapping[str, Json] = {
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "deepseek_v2": {},
     "deepseek_v32": INDEXED,
+    "deepseek_v4": {
+        "head_dim": 8, "num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2,
+        "qk_rope_head_dim": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "index_topk": 8, "index_n_heads": 16, "index_head_dim": 16, "sliding_window": 16,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+    },
     "diffllama": {},
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64, "mamba_expand": 2},
     "falcon_mamba": {"state_size": 8},
@@ -215,10 +222,11 @@ NOT_RUN, UNKNOWN = "target-not-run", "target-unknown-to-transformers"
 REFUSED: Mapping[str, tuple[Json, str, str]] = {
     "gemma3_text": ({"use_bidirectional_attention": True}, NOT_RUN, "use_bidirectional_attention"),
     "bart": ({}, NOT_RUN, "is_encoder_decoder"),
-    "deepseek_v4": ({}, NOT_RUN, "hc_mult"),
     "gemma3n_text": ({}, NOT_RUN, "altup_num_inputs"),
-    "glm5_next_text": (
-        {"model_type": "glm5_next", "text_config": {**BODY, "num_key_value_heads": 4}}, NOT_RUN, "hc_mult",
+    "kimi_k3": ({"text_config": {**BODY, "attn_res_block_size": 12}}, UNKNOWN, "attn_res_block_size 12"),
+    "kimi_linear": (
+        {"attn_res_block_size": 12, "routed_expert_hidden_size": 16, "kv_lora_rank": 16}, NOT_RUN,
+        "routed_expert_hidden_size 16",
     ),
     "qwen4_exp_text": ({}, NOT_RUN, "hc_count"),
     "never_published": ({}, UNKNOWN, "dflash_runtime/models"),

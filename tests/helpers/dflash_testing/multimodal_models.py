@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dflash_testing.hosted_models import BODY, EXPERTS, GEMMA4, MIXED, OWN_CACHE, SERVED, Json, skip_unknown
+from dflash_testing.hosted_models import BODY, EXPERTS, GEMMA4, LATENT, MIXED, OWN_CACHE, SERVED, Json, skip_unknown
 
 MROPE: Json = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 1, 2]}}
 
@@ -17,6 +17,17 @@ WRAPPERS: Mapping[str, Json] = {
     "gemma4": {**GEMMA4, **EXPERTS, "enable_moe_block": True, "top_k_experts": 2},
     "gemma4_unified": GEMMA4,
     "glm4v": MROPE,
+    "glm5_next": {
+        **LATENT,
+        "head_dim": 0,
+        "qk_rope_head_dim": 0,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "index_topk": 8,
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_kpool": 4,
+    },
     "idefics3": {"model_type": "llama"},
     "inkling2": OWN_CACHE["inkling2_text"],
     "inkling_mm_model": OWN_CACHE["inkling_text"],
@@ -43,7 +54,9 @@ WRAPPERS: Mapping[str, Json] = {
 }
 """Multimodal model type -> the keys of its decoder's config beyond `BODY`. By default tests run the first two."""
 
-WITH_OWN_CACHE = frozenset({"inkling2", "inkling_mm_model", "llama4", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"})
+WITH_OWN_CACHE = frozenset(
+    {"glm5_next", "inkling2", "inkling_mm_model", "llama4", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"}
+)
 """Multimodal model types with decoders that keep transformers' own cache."""
 
 VISION: Json = {

@@ -24,7 +24,10 @@ Read = Callable[[list[int]], tuple[Tensor, Tensor]]
 
 
 class WholeText:
-    """A target that transformers runs on the whole text, without a cache. It keeps nothing of rejected tokens."""
+    """A target that transformers runs on the whole text, without a cache. It keeps nothing of rejected tokens.
+
+    A draft reads the mean of several residual streams [T, N, hidden].
+    """
 
     def __init__(self, model: Any, config: TargetConfig) -> None:
         self.config, self.embedding_scale = config, 1.0
@@ -36,7 +39,9 @@ class WholeText:
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         out = self._model.model(token_ids[None], output_hidden_states=True, use_cache=False)
-        return out.last_hidden_state[0], torch.cat([out.hidden_states[tap + 1][0] for tap in taps], dim=-1)
+        tapped = [out.hidden_states[tap + 1][0] for tap in taps]
+        streams = [item if item.dim() == 2 else item.sum(1) / item.shape[1] for item in tapped]
+        return out.last_hidden_state[0], torch.cat(streams, dim=-1)
 
 
 @dataclass(frozen=True)

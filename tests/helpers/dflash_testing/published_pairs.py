@@ -41,6 +41,7 @@ class PublishedPair:
     not_converted   a name in the refusal of a conversion to the other dialect, or nothing if it is converted
     asked           the number of tokens to draft, for a draft without a block size
     kind            the other kind of the draft, whose table gives its tensors; empty for DFlash
+    steps           measured steps at this shape: `ms` by batch, the card, the log in docs/measurements, and its lines
     """
 
     draft: str
@@ -60,6 +61,7 @@ class PublishedPair:
     not_converted: str = ""
     asked: int | None = None
     kind: str = ""
+    steps: Json = field(default_factory=dict)
 
     @property
     def is_read(self) -> bool:
@@ -75,7 +77,7 @@ class PublishedPair:
         """Write the draft and the target to directories with their published names."""
         target = folder / "target" / self.of.rpartition("/")[2]
         draft = folder / "draft" / self.draft.rpartition("/")[2]
-        config = self._target_config()
+        config = self.target_config()
         decoder = _decoder(config)
         vocab, hidden = decoder["vocab_size"], decoder["hidden_size"]
         rows = {name: ("BF16", (vocab, hidden)) for name in ("model.embed_tokens.weight", "lm_head.weight")}
@@ -96,7 +98,8 @@ class PublishedPair:
         write_headers(draft, stated, tensors)
         return draft, target
 
-    def _target_config(self) -> Json:
+    def target_config(self) -> Json:
+        """Return the config of the target, in its sizes."""
         config: Json = json.loads((TARGETS / f"{self.target}.json").read_text(encoding="utf-8"))
         decoder = _decoder(config)
         depth = _depth(decoder)
@@ -207,6 +210,9 @@ def _set_depth(decoder: Json, before: int, depth: int) -> None:
     for key, value in decoder.items():
         if isinstance(value, list) and len(value) == before:
             decoder[key] = (value * (depth // before + 1))[:depth]
+        elif key == "per_layer_config":
+            layers = ((layer, f"{layer % before:02}") for layer in range(depth))
+            decoder[key] = {f"{layer:02}": value[like] for layer, like in layers if like in value}
     named = "num_layers" if "num_layers" in decoder and "num_hidden_layers" not in decoder else "num_hidden_layers"
     decoder[named] = depth
 
