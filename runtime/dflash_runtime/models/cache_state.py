@@ -30,11 +30,11 @@ class TextState:
 def take_state(cache: Any) -> TextState:
     """Return a copy of every tensor of a cache, and every plain value."""
     tensors, values = {}, {}
-    for path, value in _leaves(cache):
+    for path, value in leaves(cache):
         if isinstance(value, Tensor):
-            tensors[STATE + _name(path)] = value.clone(memory_format=torch.contiguous_format)
+            tensors[STATE + name_of(path)] = value.clone(memory_format=torch.contiguous_format)
         else:
-            values[_name(path)] = value
+            values[name_of(path)] = value
     return TextState(tensors, values)
 
 
@@ -44,8 +44,8 @@ def put_state(cache: Any, state: TextState) -> str | None:
     If a part does not fit, return the reason. The cache is then unusable.
     """
     tensors = {name.removeprefix(STATE): item for name, item in state.tensors.items() if name.startswith(STATE)}
-    for path, value in list(_leaves(cache)):
-        name = _name(path)
+    for path, value in list(leaves(cache)):
+        name = name_of(path)
         given = tensors.pop(name, None) if isinstance(value, Tensor) else state.values.get(name, ...)
         if (given is None and isinstance(value, Tensor)) or given is ...:
             return f"{name} is missing"
@@ -58,15 +58,16 @@ def put_state(cache: Any, state: TextState) -> str | None:
     return f"{next(iter(tensors))} is unknown to this target" if tensors else None
 
 
-def _leaves(item: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(item: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every tensor and plain value of a cache, with its path."""
     if isinstance(item, Tensor | bool | int | float | str | None):
         yield path, item
         return
-    for key, value in _parts(item):
-        yield from _leaves(value, (*path, key))
+    for key, value in parts(item):
+        yield from leaves(value, (*path, key))
 
 
-def _parts(item: Any) -> Iterator[tuple[str | int, Any]]:
+def parts(item: Any) -> Iterator[tuple[str | int, Any]]:
     """Yield the parts of a container, cache or cache layer, by attribute, key or index. Other objects have none."""
     if isinstance(item, dict):
         yield from ((key, value) for key, value in item.items() if isinstance(key, str | int))
@@ -91,5 +92,6 @@ def _part(owner: Any, key: str | int) -> Any:
     return owner[key] if isinstance(owner, dict | list | tuple) else getattr(owner, str(key))  # type: ignore[index]
 
 
-def _name(path: Path) -> str:
+def name_of(path: Path) -> str:
+    """Return a path as one word."""
     return ".".join(map(str, path))
