@@ -278,13 +278,13 @@ class TestWithoutRestoring:
     """Without copies of the cache, rejected tokens stay in the state, as in z-lab's own loop."""
 
     def test_the_text_differs(self, stateful: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(own_cache, "copy_cache", lambda cache: cache)
+        monkeypatch.setattr(own_cache, "copy_cache", lambda cache, layout: cache)
         said, wanted, _ = steps_of(stateful, 0)
         assert said != wanted
 
     def test_the_trial_sees_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_model(tmp_path, OWN_CACHE_DEFAULT[0])
-        monkeypatch.setattr(own_cache, "copy_cache", lambda cache: cache)
+        monkeypatch.setattr(own_cache, "copy_cache", lambda cache, layout: cache)
         with refuses(UnsupportedError, "target-cache-differs"):
             host_own_cache(tmp_path)
 

@@ -75,6 +75,7 @@ class OwnCacheTarget(TransformersTarget):
 
     reads_at_once   whether several tokens after a cache may run in one forward
     can_crop        whether the cache can drop its last tokens
+    makes_masks     whether the whole attention mask is given, because transformers would make a wrong one
     batching        the texts that may share a cache
     layout          how the tokens of a text lie in a cache
     """
@@ -83,6 +84,7 @@ class OwnCacheTarget(TransformersTarget):
         super().__init__(config, model, _find_decoder(model), placement)
         self.reads_at_once = False
         self.can_crop = False
+        self.makes_masks = False
         self.batching = Batching()
         self.layout = CacheLayout()
         known = inspect.signature(self.decoder.forward).parameters
@@ -219,17 +221,28 @@ class OwnCacheTarget(TransformersTarget):
         """Run one forward of the decoder on tokens [B, T] -> hidden states, features and the new cache."""
         given: dict[str, Any] = {self._cache_name: cache} if cache is not None else {}
         shape, longest = token_ids.shape, max(lens)
-        is_even = min(lens) == longest
         columns = torch.arange(longest, longest + shape[1], device=self.entry)[None]
-        if not is_even:
+        missing = None
+        if min(lens) < longest:
             missing = torch.tensor([longest - length for length in lens]).to(self.entry)[:, None]
         if self._has_positions:
-            positions = columns.expand(shape) if is_even else columns - missing
+            positions = columns.expand(shape) if missing is None else columns - missing
             given["position_ids"] = positions.clamp(max=self.config.max_position_embeddings - 1)
-        if not is_even and self.layout.grown:
+        if self.makes_masks and cache is not None:
+            given["attention_mask"] = self._mask(columns, longest + shape[1], missing)
+        elif missing is not None and self.layout.grown:
             given["attention_mask"] = (torch.arange(longest + shape[1], device=self.entry) >= missing).long()
         hidden, features, output = self._run_decoder(token_ids, taps, use_cache=use_cache, **given)
         return hidden, features, getattr(output, self._cache_name, None)
+
+    def _mask(self, columns: Tensor, num_keys: int, missing: Tensor | None) -> Tensor:
+        """The summands of scores [B, 1, T, num_keys] of tokens in columns [1, T], with `missing` [B, 1] columns of padding."""
+        keys = torch.arange(num_keys, device=self.entry)
+        is_seen = keys <= columns[..., None]
+        if missing is not None:
+            is_seen = is_seen & (keys >= missing[..., None])
+        dtype = self.embedding.dtype
+        return torch.where(is_seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
 
 
 class Batching(NamedTuple):

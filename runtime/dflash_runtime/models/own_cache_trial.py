@@ -39,6 +39,9 @@ LEAST_TOLERANCE = 1e-3
 NOISE_FACTOR = 4
 """How many times larger the difference may be when tokens are read at once, because sums have another order."""
 
+CHUNK = "attention_chunk_size"
+"""Config key for attention within chunks of the text."""
+
 NUM_COPIES = 2
 """Copies of a cache that are held at once: of committed tokens, and with a block."""
 
@@ -84,21 +87,30 @@ def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.dev
         why = f"its hidden states with a cache differ from those without by {noise:.2g}"
         raise not_run(config.model_type, why, id="target-cache-differs")
     allowed = max(NOISE_FACTOR * noise, torch.finfo(hidden.dtype).eps)
-    for can_crop in (True, False) if _is_croppable(target, many) else (False,):
-        target.reads_at_once, target.can_crop = True, can_crop
-        if all(_problem(target, [token_ids], [hidden[0]], [start], allowed) is None for start in starts):
+    starts_of_texts = [([token_ids], [hidden[0]], [start]) for start in starts]
+    for can_crop, makes_masks in _ways(target, many):
+        target.reads_at_once, target.can_crop, target.makes_masks = True, can_crop, makes_masks
+        if all(_problem(target, *given, allowed) is None for given in starts_of_texts):
             break
     else:
-        target.reads_at_once = target.can_crop = False
+        target.reads_at_once = target.can_crop = target.makes_masks = False
     target.batching = _find_batching(target, token_ids, allowed)
     target.config = replace(config, own_cache=_measure(target, token_ids))
 
 
-def _is_croppable(target: OwnCacheTarget, cache: Any) -> bool:
-    """Whether a cache consists of only the keys and values of all tokens."""
+def _ways(target: OwnCacheTarget, cache: Any) -> Iterator[tuple[bool, bool]]:
+    """Yield the ways to read several tokens at once, the fastest first: whether to crop, and to make masks.
+
+    A cache can be cropped if it consists of only the keys and values of all tokens. Masks are made for layers that
+    attend to all tokens.
+    """
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
+    if type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers):
+        yield True, False
+    yield False, False
+    if not any(value for key, value in target.code_config.items() if "window" in key or key == CHUNK):
+        yield False, True
 
 
 def _find_batching(target: OwnCacheTarget, token_ids: Tensor, allowed: float) -> Batching:
