@@ -22,8 +22,10 @@ from torch.nn.functional import pad
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.cache_rows import CacheLayout, CacheRow, copy_cache, gather_rows
 from dflash_runtime.models.hosted import TransformersTarget
+from dflash_runtime.models.hosted_swaps import Swaps
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.small_chunks import Chunked, small_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,8 +78,10 @@ class OwnCacheTarget(TransformersTarget):
     reads_at_once   whether several tokens after a cache may run in one forward
     can_crop        whether the cache can drop its last tokens
     makes_masks     whether the whole attention mask is given, because transformers would make a wrong one
+    chunks          the code that reads blocks in smaller chunks
     batching        the texts that may share a cache
     layout          how the tokens of a text lie in a cache
+    swaps           the modules that our kernels compute
     """
 
     def __init__(self, config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> None:
@@ -85,8 +89,10 @@ class OwnCacheTarget(TransformersTarget):
         self.reads_at_once = False
         self.can_crop = False
         self.makes_masks = False
+        self.chunks: Sequence[Chunked] = ()
         self.batching = Batching()
         self.layout = CacheLayout()
+        self.swaps = Swaps()
         known = inspect.signature(self.decoder.forward).parameters
         self._has_positions = "position_ids" in known
         self._cache_name = next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
@@ -232,7 +238,8 @@ class OwnCacheTarget(TransformersTarget):
             given["attention_mask"] = self._mask(columns, longest + shape[1], missing)
         elif missing is not None and self.layout.grown:
             given["attention_mask"] = (torch.arange(longest + shape[1], device=self.entry) >= missing).long()
-        hidden, features, output = self._run_decoder(token_ids, taps, use_cache=use_cache, **given)
+        with small_chunks(self.chunks if cache is not None and shape[1] <= LEAST_ROWS else ()):
+            hidden, features, output = self._run_decoder(token_ids, taps, use_cache=use_cache, **given)
         return hidden, features, getattr(output, self._cache_name, None)
 
     def _mask(self, columns: Tensor, num_keys: int, missing: Tensor | None) -> Tensor:

@@ -18,9 +18,12 @@ from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import OwnCache, TargetConfig
 from dflash_runtime.models.cache_rows import find_layout
 from dflash_runtime.models.hosted import check_features, check_head, trying_out
+from dflash_runtime.models.hosted_experts import use_our_experts
 from dflash_runtime.models.hosted_loading import first_line, load_model
-from dflash_runtime.models.own_cache import PADDED_SHARE, Batching, Member, OwnCacheTarget, TextCache, LEAST_PADDING
+from dflash_runtime.models.hosted_swaps import Setting, swap_modules
+from dflash_runtime.models.own_cache import LEAST_PADDING, PADDED_SHARE, Batching, Member, OwnCacheTarget, TextCache
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.small_chunks import find_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,6 +45,9 @@ NOISE_FACTOR = 4
 CHUNK = "attention_chunk_size"
 """Config key for attention within chunks of the text."""
 
+SWAP_ROWS = 9
+"""Rows with which swaps are compared."""
+
 NUM_COPIES = 2
 """Copies of a cache that are held at once: of committed tokens, and with a block."""
 
@@ -62,7 +68,21 @@ def own_cache_target(model: "PreTrainedModel", config: TargetConfig, placement: 
     target = OwnCacheTarget(config, model, placement)
     with trying_out(config), torch.inference_mode():
         _try_out(target, model, placement.device)
+    if placement.spread is None:
+        with trying_out(config), torch.no_grad():  # new weights must not be tensors of inference mode
+            _use_kernels(target, model, placement)
     return target
+
+
+def _use_kernels(target: OwnCacheTarget, model: "PreTrainedModel", placement: Placement) -> None:
+    """Give experts and other modules our kernels where they agree. Attention keeps transformers' code."""
+    use_our_experts(model, placement.kernels)
+    if placement.has_swaps:
+        token_ids = torch.arange(SWAP_ROWS, device=placement.device)[None] % target.config.vocab_size
+        setting = Setting(target.config, placement.kernels, {})
+        target.swaps = swap_modules(
+            target.decoder, setting, lambda: target._forward(token_ids, (0,), (), use_cache=False)[0][0]
+        )
 
 
 def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.device) -> None:
@@ -94,6 +114,10 @@ def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.dev
             break
     else:
         target.reads_at_once = target.can_crop = target.makes_masks = False
+    if target.reads_at_once:
+        target.chunks = find_chunks(target.decoder)
+        if any(_problem(target, *given, allowed) for given in starts_of_texts):
+            target.chunks = ()
     target.batching = _find_batching(target, token_ids, allowed)
     target.config = replace(config, own_cache=_measure(target, token_ids))
 
