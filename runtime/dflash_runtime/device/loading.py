@@ -25,6 +25,7 @@ from dflash_runtime.device.settings import (
 )
 from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
+from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes
 from dflash_runtime.models.weights import Weights, native_bytes, plain_weights
@@ -192,9 +193,11 @@ def hosted_warnings(target: Target, *, can_be_captured: bool) -> list[Notice]:
     """
     kind, reason = target.config.model_type, getattr(target, "uncaptured", None)
     if target.config.own_cache is not None:
+        problem = target.batching.problem if isinstance(target, OwnCacheTarget) else None
+        rows = "" if problem is None else f"one request per forward at some lengths ({problem}), "
         text = (
-            f"the {kind} target runs very slowly: transformers runs it with its own cache, one request after another, "
-            "without prefix cache and CUDA graphs; measured times do not show the pair's speed"
+            f"the {kind} target runs slowly: transformers runs it with its own cache, {rows}without prefix cache and "
+            "CUDA graphs; measured times do not show the pair's speed"
         )
         return [Notice(text, id="slow-target")]
     if can_be_captured and reason is None:

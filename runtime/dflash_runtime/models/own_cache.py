@@ -1,9 +1,9 @@
 """Targets with their own cache: transformers' modelling code and cache, several texts in one cache.
 
 A cache holds only committed tokens. A block, in which the target may reject tokens, runs on a copy of the cache, after
-the accepted tokens that the cache lacks. So a rejected token never reaches a state, and most steps are one forward. Rows
-with fewer such tokens are padded on the right: no earlier token depends on the padding, and the copy is dropped. A row
-in a cache of longer texts is padded on the left, and masked there.
+the accepted tokens that the cache lacks. So a rejected token never reaches a state, and most steps are one forward.
+Rows with fewer such tokens are padded on the right: no earlier token depends on the padding, and the copy is dropped.
+A row in a cache of longer texts is padded on the left, and masked there.
 
 Families differ in the forwards that they allow. `own_cache_trial.py` finds that out after loading.
 
@@ -65,7 +65,7 @@ class TextCache:
 
 
 class Member(NamedTuple):
-    """A text in a cache: its row there, and its number of tokens, of which later tokens are rejected."""
+    """A text in a cache: its row there, and its number of tokens. Later tokens in the cache are rejected."""
 
     cache: TextCache
     row: int = 0
@@ -105,7 +105,7 @@ class OwnCacheTarget(TransformersTarget):
         return hidden[0] if wanted is None else hidden[0][wanted], None if features is None else features[0]
 
     def fill(self, text: TextCache, token_ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Run the next tokens [B, T] of texts, which are never rejected -> hidden states [B, T, hidden] and features."""
+        """Run tokens [B, T] of texts that are never rejected -> hidden states [B, T, hidden], features [B, T, F]."""
         assert not max(text.pending), "a block ran after the prompt"
         lens = text.lens if text.cache is not None else (0,) * len(token_ids)
         hidden, features, later = self._run(text.cache, token_ids, lens, taps)
@@ -209,7 +209,8 @@ class OwnCacheTarget(TransformersTarget):
             size = max(1, rows_at_once(self.config, max(lens) + num_tokens) // num_rows)
         else:
             size = num_tokens if cache is None else 1
-        rows, tapped, later = [], [], []
+        rows, tapped = [], []
+        later: list[tuple[int, Any]] = []
         for begin in range(0, num_tokens, size):
             piece = token_ids[:, begin : begin + size]
             if keeps and later:
@@ -243,7 +244,10 @@ class OwnCacheTarget(TransformersTarget):
         return hidden, features, getattr(output, self._cache_name, None)
 
     def _mask(self, columns: Tensor, num_keys: int, missing: Tensor | None) -> Tensor:
-        """The summands of scores [B, 1, T, num_keys] of tokens in columns [1, T], with `missing` [B, 1] columns of padding."""
+        """Return the summands of scores [B, 1, T, num_keys] of tokens in columns [1, T].
+
+        `missing` [B, 1] is the number of columns with padding.
+        """
         keys = torch.arange(num_keys, device=self.entry)
         is_seen = keys <= columns[..., None]
         if missing is not None:
@@ -264,12 +268,12 @@ class Batching(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A row of a cache, and its accepted tokens that are not in the cache: `count` tokens from column `begin`."""
+    """A row of a cache, and its accepted tokens that are not in the cache: `num_pending` tokens from column `begin`."""
 
     kept: CacheRow
     tokens: Tensor
     begin: int
-    count: int
+    num_pending: int
 
     @classmethod
     def of(cls, text: TextCache, row: int) -> "_Source":
@@ -278,13 +282,13 @@ class _Source(NamedTuple):
 
 def _joined(sources: Sequence[_Source], layout: CacheLayout) -> TextCache:
     """Return a cache with the sources as rows."""
-    pending = [source.count for source in sources]
+    pending = [source.num_pending for source in sources]
     first, most, rows = sources[0], max(pending), [source.kept.row for source in sources]
     if all(source.tokens is first.tokens and source.begin == first.begin for source in sources):
         tokens = first.tokens if rows == list(range(len(first.tokens))) else first.tokens[rows]
         tokens = tokens[:, first.begin : first.begin + most]
     else:
-        parts = [item.tokens[item.kept.row, item.begin : item.begin + item.count] for item in sources]
+        parts = [item.tokens[item.kept.row, item.begin : item.begin + item.num_pending] for item in sources]
         tokens = torch.stack([pad(part, (0, most - len(part))) for part in parts])
     kept = [source.kept for source in sources]
     return TextCache(gather_rows(kept, layout), [row.length for row in kept], tokens, pending)

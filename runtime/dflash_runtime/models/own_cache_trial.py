@@ -1,9 +1,9 @@
 """The trial of a target with its own cache: which forwards leave a cache that replaces the tokens before it.
 
 Families differ in how they read several tokens after a cache: some ignore the state then. They also differ in whether
-the rows of a batch may have different lengths. So a trial after loading rejects tokens at several positions and compares
-the hidden states with forwards without a cache. The target does what is as close to these as reading one text token by
-token.
+the rows of a batch may have different lengths. So a trial after loading rejects tokens at several positions, and
+compares the hidden states with forwards without a cache. A way to run a target is used if it is as accurate as
+one text alone, read token by token.
 """
 
 from collections.abc import Iterator, Sequence

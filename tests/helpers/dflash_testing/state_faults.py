@@ -53,7 +53,7 @@ def one_row_too_far(target: OwnCacheTarget, member: Member) -> TextCache:
 def _with_states_after(target: OwnCacheTarget, member: Member, num_tokens: int) -> TextCache:
     """Give a text the states after the first `num_tokens` tokens that ran after its cache."""
     states = None
-    if 0 < num_tokens and 0 < _num_kept(member) != num_tokens:
+    if num_tokens > 0 and 0 < _num_kept(member) != num_tokens:
         before = JOIN(target, [member._replace(length=member.cache.lens[member.row])])
         tokens = member.cache.tokens[member.row : member.row + 1, :num_tokens]
         run = target._run(copy_cache(before.cache, target.layout), tokens, before.lens, ())

@@ -14,7 +14,7 @@ from dflash_runtime.config import EngineConfig, OwnCache
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
 from dflash_runtime.models import own_cache, own_cache_trial
-from dflash_runtime.models.own_cache import LEAST_PADDING, Member, OwnCacheTarget, TextCache
+from dflash_runtime.models.own_cache import LEAST_PADDING, Batching, Member, OwnCacheTarget, TextCache
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import BODY, OWN_CACHE, OWN_CACHE_DEFAULT, host_own_cache, make_model
@@ -70,6 +70,33 @@ class TestTrial:
         target = host_own_cache(tmp_path)
         assert target.reads_at_once == (kind not in ONE_BY_ONE)
         assert target.can_crop == (kind in CROPPED)
+        assert target.makes_masks == (kind == "minimax")
+        assert target.batching == Batching(same_length=True, any_length=True)
+
+    @pytest.mark.parametrize("kind", OWN_CACHE_DEFAULT)
+    @pytest.mark.parametrize("is_mixed", [False, True])
+    def test_rows_that_differ_from_texts_alone_share_no_cache(
+        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_mixed: bool
+    ) -> None:
+        """The model ignores padding, or mixes the rows of a batch."""
+        make_model(tmp_path, kind)
+        forward = OwnCacheTarget._run_decoder
+
+        def wrong(self: Any, token_ids: Tensor, taps: Any, **given: Any) -> Any:
+            if not is_mixed:
+                given.pop("attention_mask", None)
+                return forward(self, token_ids, taps, **given)
+            hidden, features, output = forward(self, token_ids, taps, **given)
+            return hidden.roll(1, 0), features, output
+
+        monkeypatch.setattr(OwnCacheTarget, "_run_decoder", wrong)
+        target = host_own_cache(tmp_path)
+        has_padding = bool(target.layout.grown)
+        # A target that reads token by token or is cropped commits other numbers of tokens in each row at once.
+        shares = not is_mixed and (not has_padding or (target.reads_at_once and not target.can_crop))
+        assert target.batching.same_length == shares
+        assert target.batching.any_length == (shares and not has_padding)
+        assert (target.batching.problem is None) == target.batching.any_length
 
     def test_a_cache_that_is_wrong_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The model takes every cache for one token shorter than it is."""
@@ -101,7 +128,7 @@ class TestTrial:
         make_model(tmp_path, OWN_CACHE_DEFAULT[0])
         target = host_own_cache(tmp_path)
         ids = torch.randint(0, BODY["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
-        text, lens = TextCache(), []
+        text, lens = TextCache(), list[int]()
         with torch.inference_mode():
             target.fill(text, ids[None, :5], ())
             for start in (5, 7, 9, 11):
