@@ -20,6 +20,7 @@ import handoff_steps
 import host_time
 import hosted
 import load
+import own_cache
 import products
 import short_prompts
 import snapshot_policies
@@ -215,6 +216,21 @@ def test_hosted_targets_are_timed_beside_native_ones(
     assert [(row[0], row[1]) for row in cells] == [*ways, ("small-hybrid", "transformers-cache")]
     assert all(row[-2:] == ["0", "0"] for row in cells)
     assert [row[6] for row in cells if row[1] == "native"] == ["1.00", "1.00"]
+
+
+def test_targets_with_their_own_cache_are_timed_beside_generate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--device", "cpu", "--size", "tiny", "--families", "lfm2,never_published,mamba", "--one-by-one"]
+    monkeypatch.setattr(sys, "argv", ["own_cache.py", *arguments, "--requests", "2", "--tokens", "9"])
+    assert own_cache.main() == 0
+    said = capsys.readouterr()
+    assert "never_published" in said.err
+    rows = [line.split() for line in said.out.splitlines()[1:-1]]
+    assert [(row[0], row[1:3], row[3:5]) for row in rows] == [
+        ("lfm2", ["at", "once"], ["any", "length"]), ("mamba", ["one", "token"], ["any", "length"]),
+    ]  # fmt: skip
+    assert all(float(row[-1]) == pytest.approx(float(row[7]) / float(row[5]), abs=0.01) for row in rows)
 
 
 def test_step_times_of_every_k_are_readable_by_tune(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ class DeviceOptions(Request):
         Option(
             group=ENGINE,
             help="native: this tool's code. transformers: Hugging Face's, slower. transformers-cache: the same with "
-            "its own KV cache, one request at a time. auto: native where supported.",
+            "its own KV cache. auto: native where supported.",
         ),
     ] = "auto"
     device_map: Annotated[

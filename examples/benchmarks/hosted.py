@@ -174,15 +174,17 @@ def make_target(shape: Shape, way: str, folder: Path, placement: Placement) -> T
     return target_families()[config.model_type](config, weights, placement)
 
 
-def make_draft(target: Target, placement: Placement) -> DFlashDraft:
+def make_draft(target: Target, placement: Placement, num_layers: int = 5, block: int = BLOCK) -> DFlashDraft:
     config = target.config
     last = config.num_layers - 1
     heads = max(4, config.hidden_size // 128)
     draft = DraftConfig(
-        hidden_size=config.hidden_size, intermediate_size=3 * config.hidden_size, num_layers=5, num_heads=heads,
-        num_kv_heads=4, head_dim=128 if heads > 4 else 8, rms_norm_eps=1e-6, max_position_embeddings=MAX_LEN,
-        rope=RopeConfig(theta=1e6), block_size=BLOCK, target_layer_ids=(1, last // 2, last - 1), mask_token_id=0,
-        vocab_size=config.vocab_size, draft_vocab_size=config.vocab_size, causal=(False,) * 5, windows=(None,) * 5,
+        hidden_size=config.hidden_size, intermediate_size=3 * config.hidden_size, num_layers=num_layers,
+        num_heads=heads, num_kv_heads=4, head_dim=128 if heads > 4 else 8, rms_norm_eps=1e-6,
+        max_position_embeddings=MAX_LEN, rope=RopeConfig(theta=1e6), block_size=block,
+        target_layer_ids=(1, last // 2, last - 1), mask_token_id=0,
+        vocab_size=config.vocab_size, draft_vocab_size=config.vocab_size, causal=(False,) * num_layers,
+        windows=(None,) * num_layers,
     )  # fmt: skip
     weights = {name: make(name, size, placement) for name, size in owned_shapes(draft).items()}
     return DFlashDraft(draft, stack_projections(weights.items()), target, placement)

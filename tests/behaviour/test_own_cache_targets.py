@@ -14,7 +14,7 @@ from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.kv_transfer.handoff import STATE
 from dflash_runtime.models import own_cache
-from dflash_runtime.models.own_cache import OwnCacheTarget
+from dflash_runtime.models.own_cache import Batching, OwnCacheTarget
 from dflash_runtime.models.target import load_target
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing import checkpoints as support
@@ -126,6 +126,46 @@ def test_many_prompts_at_once(models: Any, scheduling: str, *, is_random: bool) 
     assert is_random or max(length for output in outputs for length in output.acceptance_lengths) > 4
 
 
+def test_requests_of_different_lengths_share_forwards(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the prompts, every forward has the rows of all running requests, whatever each accepts."""
+    model, target = models
+    given = random_prompts((5, 17, 33, 33), target.config.vocab_size)
+    texts = [plain_text(model, prompt, NUM_TOKENS + NUM_DRAFTS + 1) for prompt in given]
+    known = [Known([*prompt, *text], right) for prompt, text, right in zip(given, texts, (3, 3, 1, 5), strict=True)]
+    shapes, forward = [], target._forward
+
+    def watch(token_ids: Any, *args: Any, **settings: Any) -> Any:
+        shapes.append(len(token_ids))
+        return forward(token_ids, *args, **settings)
+
+    monkeypatch.setattr(target, "_forward", watch)
+    monkeypatch.setattr(own_cache, "MOST_PENDING", 6)
+    outputs = random_llm(target, draft_of(target, known), NUM_DRAFTS, max_num_requests=4).generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == [text[:NUM_TOKENS] for text in texts]
+    # A draft that takes one text for another may get more tokens right.
+    assert all(max(output.acceptance_lengths) >= least for output, least in zip(outputs, (4, 4, 2, 6), strict=True))
+    assert shapes[:3] == [1, 1, 2]
+    assert shapes[3] == 4
+
+
+@pytest.mark.parametrize("batching", [Batching(), Batching(same_length=True)], ids=["alone", "same-length"])
+def test_texts_that_may_not_share_a_cache(stateful: Any, batching: Batching, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, target = stateful
+    monkeypatch.setattr(target, "batching", batching)
+    given = random_prompts((5, 17, 17), target.config.vocab_size)
+    lens, forward = [], target._forward
+
+    def watch(token_ids: Any, given_lens: Any, *args: Any, **settings: Any) -> Any:
+        lens.append(list(given_lens))
+        return forward(token_ids, given_lens, *args, **settings)
+
+    monkeypatch.setattr(target, "_forward", watch)
+    outputs = random_llm(target, draft_of(target), NUM_DRAFTS, max_num_requests=4).generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == [plain_text(model, item, NUM_TOKENS) for item in given]
+    assert max(map(len, lens)) == (2 if batching.same_length else 1)
+    assert all(len(set(some)) == 1 for some in lens)
+
+
 @pytest.mark.slow
 def test_prompts_of_every_length(models: Any) -> None:
     model, target = models
@@ -162,7 +202,8 @@ def test_sampled_text_is_that_of_plain_decoding(models: Any) -> None:
 def test_a_text_goes_on_in_another_engine(models: Any, scheduling: str, num_tokens: int, *, is_random: bool) -> None:
     """The hand-off includes the state and the draft's context KV, and the steps equal the steps of a single engine."""
     _, target = models
-    given, params = random_prompts(LENGTHS, target.config.vocab_size), replace(PARAMS, max_new_tokens=num_tokens)
+    lengths = (1, 2, 17, 17, 65)
+    given, params = random_prompts(lengths, target.config.vocab_size), replace(PARAMS, max_new_tokens=num_tokens)
     known = None
     if not is_random:
         texts = random_llm(target, None, 0).generate(given, params)
@@ -175,7 +216,7 @@ def test_a_text_goes_on_in_another_engine(models: Any, scheduling: str, num_toke
     wanted = one.generate(given, params)
     found = go_on(receiver, given, params, hand_off(sender, given, params))
     assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
-    assert [item.num_loaded for item in found] == list(LENGTHS)
+    assert [item.num_loaded for item in found] == list(lengths)
 
 
 @pytest.mark.parametrize("changes", [DFLASH2, DSPARK], ids=["dflash2", "dspark"])
@@ -292,13 +333,13 @@ class TestWithoutRestoring:
     """Without copies of the cache, rejected tokens stay in the state, as in z-lab's own loop."""
 
     def test_the_text_differs(self, stateful: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(own_cache, "copy_cache", lambda cache: cache)
+        monkeypatch.setattr(own_cache, "copy_cache", lambda cache, layout: cache)
         said, wanted, _ = steps_of(stateful, 0)
         assert said != wanted
 
     def test_the_trial_sees_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_model(tmp_path, OWN_CACHE_DEFAULT[0])
-        monkeypatch.setattr(own_cache, "copy_cache", lambda cache: cache)
+        monkeypatch.setattr(own_cache, "copy_cache", lambda cache, layout: cache)
         with refuses(UnsupportedError, "target-cache-differs"):
             host_own_cache(tmp_path)
 

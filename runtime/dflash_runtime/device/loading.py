@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from dflash_kernels.kv_format import KVScales
+from dflash_kernels.suite import Kernels
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.checkpoint.runs_here import TargetRuntime, kept_packed
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
@@ -30,6 +31,7 @@ from dflash_runtime.device.splitting import check_split
 from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
 from dflash_runtime.models.kv_scales import read_kv_scales
+from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes
 from dflash_runtime.models.target_shares import share_config
@@ -136,18 +138,13 @@ def load_pair(
     limits = resolve_limits(config, target_config, draft.config if draft is not None else None, kernels)
     if limits.num_draft_tokens == 0:
         draft = None
-    # A block may begin on the model's last position, so rope tables are one block longer than the model.
-    num_positions = limits.max_model_len + limits.num_lookahead_tokens
-    placement = Placement(
-        device, dtype, kernels, num_positions, resolve_spread(config.device_map), config.module_swaps, ranks,
-        resolve_kv_dtype(config.kv_dtype),
-    )  # fmt: skip
+    placement = _place(config, device, dtype, kernels, limits, ranks)
     check = partial(check_capability, kernels.name, dtype=placement.dtype_name, has_fp8_pages=placement.has_fp8_pages)
-    check(target=target_config, draft=draft.config if draft is not None else None)
+    configs = target_config, draft.config if draft is not None else None
+    check(target=configs[0], draft=configs[1])
     kv_scales = read_kv_scales(target.checkpoint) if placement.has_fp8_pages else {}
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
-    fit = Fit(config, target_config, draft.config if draft is not None else None, limits, placement)
-    placement = fit.check(_weight_bytes(target, draft, dtype, runtime, ranks))
+    placement = Fit(config, *configs, limits, placement).check(_weight_bytes(target, draft, dtype, runtime, ranks))
     digests = _digests(target, draft, begins=config.prefix_store is not None)
     started = time.perf_counter()
     loaded = load_target(target, placement, runtime)
@@ -155,8 +152,7 @@ def load_pair(
         runtime = "transformers-cache"
         check(target=loaded.config, draft=None)
     if runtime != "native":
-        can_be = can_capture(config, device, kernels)
-        warnings = (*warnings, *hosted_warnings(loaded, can_be_captured=can_be))
+        warnings += hosted_warnings(loaded, can_be_captured=can_capture(config, device, kernels))
     if quantization is not None and runtime != "native":
         warnings = (*warnings, quantised_warning(quantization, placement.dtype_name))
     for text in warnings:
@@ -182,6 +178,15 @@ def load_pair(
         torch.cuda.synchronize(device)
     logger.info("loaded weights onto %s in %.1f s", device, time.perf_counter() - started)
     return pair
+
+
+def _place(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, kernels: Kernels, limits: Limits, ranks: Ranks
+) -> Placement:
+    # A block may begin on the model's last position, so rope tables are one block longer than the model.
+    num_positions = limits.max_model_len + limits.num_lookahead_tokens
+    spread, kv_dtype = resolve_spread(config.device_map), resolve_kv_dtype(config.kv_dtype)
+    return Placement(device, dtype, kernels, num_positions, spread, config.module_swaps, ranks, kv_dtype)
 
 
 def _weight_bytes(
@@ -213,9 +218,11 @@ def hosted_warnings(target: Target, *, can_be_captured: bool) -> list[Notice]:
     """
     kind, reason = target.config.model_type, getattr(target, "uncaptured", None)
     if target.config.own_cache is not None:
+        problem = target.batching.problem if isinstance(target, OwnCacheTarget) else None
+        rows = "" if problem is None else f"one request per forward at some lengths ({problem}), "
         text = (
-            f"the {kind} target runs very slowly: transformers runs it with its own cache, one request after another, "
-            "without prefix cache and CUDA graphs; measured times do not show the pair's speed"
+            f"the {kind} target runs slowly: transformers runs it with its own cache, {rows}without prefix cache and "
+            "CUDA graphs; measured times do not show the pair's speed"
         )
         return [Notice(text, id="slow-target")]
     if can_be_captured and reason is None:

@@ -1,40 +1,47 @@
-"""Run the rows of a step through a target with its own cache, one request after another.
+"""Run the rows of a step through a target with its own cache, several requests in one forward where the target allows.
 
-Each row of the state has a cache. The cache is created with the request's first chunk, and dropped when the request
-ends, is preempted or begins again. A step needs to know how many tokens of the last block were committed, so it waits
-for the step before it.
+Each row of the state has a text in a cache, which texts may share. The text begins with the request's first chunk, and
+is dropped when the request ends, is preempted or begins again. A step needs to know how many tokens of the last block
+were committed, so it waits for the step before it.
 
 Axis letters: R requests, W verified rows of a block, T flat rows, F features.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from dflash_runtime.device.state import row_of
 from dflash_runtime.errors import HandoffMismatch
 from dflash_runtime.models.cache_state import TextState, put_state, take_state
-from dflash_runtime.models.own_cache import OwnCacheTarget, TextCache
+from dflash_runtime.models.own_cache import MOST_PENDING, Member, OwnCacheTarget, TextCache, most_padding, rows_at_once
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class RowText:
-    """The target's cache of one request."""
+    """The text of one request: its cache, and its row there."""
 
     request: Request
     generation: int
     cache: TextCache = field(default_factory=TextCache)
+    row: int = 0
 
     def is_of(self, row: int) -> bool:
-        """Whether the request still holds this row."""
+        """Whether the request still holds this row of the state."""
         return self.request.row == row and self.request.generation == self.generation
+
+    def member(self, length: int) -> Member:
+        """The text with this number of tokens."""
+        return Member(self.cache, self.row, length)
 
 
 class Texts:
-    """The caches of a target that keeps its own cache, one per row of the state."""
+    """The texts of a target that keeps its own caches, one per row of the state."""
 
     def __init__(self, target: OwnCacheTarget) -> None:
         self._target = target
@@ -44,14 +51,15 @@ class Texts:
         return len(self._rows)
 
     def drop_ended(self) -> None:
-        """Drop the caches of requests that left their rows."""
+        """Drop the texts of requests that left their rows."""
         self._rows = {row: text for row, text in self._rows.items() if text.is_of(row)}
 
     def take(self, request: Request) -> TextState:
         """A copy of a request's state right after its prompt. Later steps do not change it."""
         text = next(text for text in self._rows.values() if text.request is request)
-        assert not len(text.cache.tokens), "a step ran after the prompt"
-        return take_state(text.cache.cache)
+        assert not text.cache.later, "a step ran after the prompt"
+        alone = self._target.join([text.member(text.cache.lens[text.row])])
+        return take_state(alone.cache)
 
     def put(self, request: Request, state: TextState, first_token: Tensor, num_tokens: int) -> None:
         """Give a request's row a state that another engine took after `num_tokens` tokens.
@@ -59,49 +67,92 @@ class Texts:
         Raises:
             HandoffMismatch: the state is of another target.
         """
-        assert request.row is not None
-        template = TextCache()
-        self._target.read(template, first_token, 0, (), is_final=True)
-        problem = put_state(template.cache, state)
+        text = TextCache()
+        self._target.fill(text, first_token[None], ())
+        problem = put_state(text.cache, state)
         if problem is not None:
             raise HandoffMismatch(f"the state of the target's own cache: {problem}", id="state-of-another-target")
-        text = RowText(request, request.generation)
-        text.cache.hold(template.cache, num_tokens)
-        self._rows[request.row] = text
+        text.lens = (num_tokens,)
+        self._rows[row_of(request)] = RowText(request, request.generation, text)
 
     def fill(self, chunks: Sequence[Chunk], token_ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Run the T rows of chunks -> hidden states [T, hidden], features [T, F]."""
         parts = token_ids.split([chunk.end - chunk.start for chunk in chunks])
-        return _join([self._fill(chunk, part, taps) for chunk, part in zip(chunks, parts, strict=True)])
+        runs = []
+        for _, run in groupby(enumerate(chunks), key=self._prompt_key):
+            indices, some = zip(*run, strict=True)
+            hidden, features = self._fill(some, torch.stack([parts[index] for index in indices]), taps)
+            runs.append((hidden.flatten(0, 1), None if features is None else features.flatten(0, 1)))
+        return _join(runs)
+
+    def _prompt_key(self, item: tuple[int, Chunk]) -> tuple[int, ...]:
+        """Equal for neighbouring chunks that may run in one forward: the first chunks of prompts, of one length."""
+        index, chunk = item
+        is_shared = chunk.start == 0 and self._target.batching.same_length
+        return (chunk.end,) if is_shared else (chunk.end, index)
+
+    def _fill(self, chunks: Sequence[Chunk], token_ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Run chunks [B, T] that begin at the same token."""
+        first = chunks[0]
+        cache = TextCache() if first.start == 0 else self._alone(row_of(first.request), first.start)
+        found = self._target.fill(cache, token_ids, taps)
+        for index, chunk in enumerate(chunks):
+            self._rows[row_of(chunk.request)] = RowText(chunk.request, chunk.generation, cache, index)
+        return found
+
+    def _alone(self, row: int, length: int) -> TextCache:
+        """The text of a row of the state in a cache of its own."""
+        return self._target.join([self._rows[row].member(length)])
 
     def verify(
         self, rows: Sequence[int], context_lens: Sequence[int], token_ids: Tensor, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         """Run blocks [R, W] after `context_lens` tokens -> hidden states [R * W, hidden], features [R * W, F].
 
-        Rows past the model's last position are zeros, and so are the rows of a done request (context length 0).
+        The rows of a done request (context length 0) are zeros.
         """
-        blocks = zip(rows, context_lens, token_ids, strict=True)
-        return _join([self._verify(row, context_len, block, taps) for row, context_len, block in blocks])
-
-    def _fill(self, chunk: Chunk, token_ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        row = chunk.request.row
-        assert row is not None
-        if chunk.start == 0:
-            self._rows[row] = RowText(chunk.request, chunk.generation)
-        return self._target.read(self._rows[row].cache, token_ids, chunk.start, taps, is_final=True)
-
-    def _verify(self, row: int, context_len: int, block: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        size, head = self._target.config.hidden_size, self._target.embedding
-        hidden = head.new_zeros(len(block), size)
-        features = head.new_zeros(len(block), size * len(taps)) if taps else None
-        if context_len:
-            block = block[: self._target.config.max_position_embeddings - context_len]
-            text = self._rows[row].cache
-            hidden[: len(block)], tapped = self._target.read(text, block, context_len, taps, is_final=False)
+        head = self._target.embedding
+        hidden = head.new_zeros(*token_ids.shape, head.shape[1])
+        features = head.new_zeros(*token_ids.shape, head.shape[1] * len(taps)) if taps else None
+        running = [index for index, length in enumerate(context_lens) if length]
+        members = {index: self._rows[rows[index]].member(context_lens[index]) for index in running}
+        for some in self._groups(members, token_ids.shape[1]):
+            some = sorted(some, key=lambda index: (id(members[index].cache), members[index].row))
+            joined = self._target.join([members[index] for index in some])
+            is_all = some == list(range(len(rows)))
+            found, tapped = self._target.verify(joined, token_ids if is_all else token_ids[some], taps)
+            for row, index in enumerate(some):
+                self._rows[rows[index]] = replace(self._rows[rows[index]], cache=joined, row=row)
+            if is_all:
+                hidden, features = found, tapped
+                continue
+            hidden[some] = found
             if features is not None and tapped is not None:
-                features[: len(block)] = tapped
-        return hidden, features
+                features[some] = tapped
+        return hidden.flatten(0, 1), None if features is None else features.flatten(0, 1)
+
+    def _groups(self, members: dict[int, Member], width: int) -> Iterator[list[int]]:
+        """Cut the members of a step into the groups that share a cache, the shortest texts first."""
+        target = self._target
+        lens = {index: target.length_of(member) for index, member in members.items()}
+        group: list[int] = []
+        for index in sorted(members, key=lambda index: (lens[index], index)):
+            if group and not self._fits(lens[group[0]], lens[index], len(group) + 1, width):
+                yield group
+                group = []
+            group.append(index)
+        if group:
+            yield group
+
+    def _fits(self, shortest: int, longest: int, count: int, width: int) -> bool:
+        """Whether `count` texts of these lengths may share a cache."""
+        batching, padding = self._target.batching, longest - shortest
+        num_tokens = MOST_PENDING + width
+        if count * num_tokens > rows_at_once(self._target.config, longest + num_tokens):
+            return False
+        if self._target.layout.grown and padding:
+            return batching.any_length and padding <= most_padding(shortest)
+        return batching.same_length
 
 
 def _join(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

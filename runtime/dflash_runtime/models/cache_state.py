@@ -30,11 +30,11 @@ class TextState:
 def take_state(cache: Any) -> TextState:
     """Return a copy of every tensor of a cache, and every plain value."""
     tensors, values = {}, {}
-    for path, value in _leaves(cache):
+    for path, value in leaves(cache):
         if isinstance(value, Tensor):
-            tensors[STATE + _name(path)] = value.clone(memory_format=torch.contiguous_format)
+            tensors[STATE + name_of(path)] = value.clone(memory_format=torch.contiguous_format)
         else:
-            values[_name(path)] = value
+            values[name_of(path)] = value
     return TextState(tensors, values)
 
 
@@ -44,10 +44,10 @@ def put_state(cache: Any, state: TextState) -> str | None:
     If a part does not fit, return the reason. The cache is then unusable.
     """
     tensors = {name.removeprefix(STATE): item for name, item in state.tensors.items() if name.startswith(STATE)}
-    leaves = list(_leaves(cache))
-    device = next((value.device for _, value in leaves if isinstance(value, Tensor)), None)
-    for path, value in leaves:
-        name = _name(path)
+    found = list(leaves(cache))
+    device = next((value.device for _, value in found if isinstance(value, Tensor)), None)
+    for path, value in found:
+        name = name_of(path)
         is_tensor = isinstance(value, Tensor) or (value is None and name in tensors)
         given = tensors.pop(name, None) if is_tensor else state.values.get(name, ...)
         if given is ... or (given is None and is_tensor and state.values.get(name, ...) is not None):
@@ -60,15 +60,16 @@ def put_state(cache: Any, state: TextState) -> str | None:
     return f"{next(iter(tensors))} is unknown to this target" if tensors else None
 
 
-def _leaves(item: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(item: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every tensor and plain value of a cache, with its path."""
     if isinstance(item, Tensor | bool | int | float | str | None):
         yield path, item
         return
-    for key, value in _parts(item):
-        yield from _leaves(value, (*path, key))
+    for key, value in parts(item):
+        yield from leaves(value, (*path, key))
 
 
-def _parts(item: Any) -> Iterator[tuple[str | int, Any]]:
+def parts(item: Any) -> Iterator[tuple[str | int, Any]]:
     """Yield the parts of a container, cache or cache layer, by attribute, key or index. Other objects have none."""
     if isinstance(item, dict):
         yield from ((key, value) for key, value in item.items() if isinstance(key, str | int))
@@ -93,5 +94,6 @@ def _part(owner: Any, key: str | int) -> Any:
     return owner[key] if isinstance(owner, dict | list | tuple) else getattr(owner, str(key))  # type: ignore[index]
 
 
-def _name(path: Path) -> str:
+def name_of(path: Path) -> str:
+    """Return a path as one word."""
     return ".".join(map(str, path))

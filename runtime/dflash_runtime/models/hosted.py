@@ -96,17 +96,17 @@ class TransformersTarget:
         return self.config.embedding_scale
 
     def _run_decoder(self, token_ids: Tensor, taps: Sequence[int], **given: Any) -> tuple[Tensor, Tensor | None, Any]:
-        """Token ids [T] -> hidden states [T, hidden], features [T, F] and the decoder's whole output."""
+        """Token ids [B, T] -> hidden states [B, T, hidden], features [B, T, F] and the decoder's whole output."""
         outputs: dict[int, Tensor] = {}
         keep = partial(keep_output, outputs, self._num_streams)
         hooks = [self._layers[tap].register_forward_hook(partial(keep, tap)) for tap in set(taps)]
         try:
-            output = self.decoder(input_ids=token_ids[None].to(self.entry), **given)
+            output = self.decoder(input_ids=token_ids.to(self.entry), **given)
         finally:
             for hook in hooks:
                 hook.remove()
         features = torch.cat([outputs[tap].to(self._device) for tap in taps], dim=-1) if taps else None
-        return output.last_hidden_state[0].to(self._device), features, output
+        return output.last_hidden_state.to(self._device), features, output
 
 
 class HostedTarget(TransformersTarget):
@@ -141,9 +141,9 @@ class HostedTarget(TransformersTarget):
         """Run one forward with this attention -> hidden states [T, hidden] and features [T, F]."""
         with calling(attention):
             hidden, features, _ = self._run_decoder(
-                token_ids, taps, position_ids=positions[None].to(self.entry), use_cache=False
+                token_ids[None], taps, position_ids=positions[None].to(self.entry), use_cache=False
             )
-        return hidden, features
+        return hidden[0], None if features is None else features[0]
 
 
 def _attend_on(device: torch.device, attend: Attend) -> Callable[[int, Tensor, Tensor, Tensor, Softmax], Tensor]:
@@ -272,9 +272,9 @@ def find_layers(config: TargetConfig, decoder: nn.Module) -> nn.ModuleList:
 def keep_output(
     outputs: dict[int, Tensor], num_streams: int, layer: int, module: nn.Module, inputs: object, output: Any
 ) -> None:
-    """Store the residual stream after a layer, or the mean of its streams [1, T, N, hidden]; a forward hook."""
+    """Store the residual stream after a layer, or the mean of its streams [B, T, N, hidden]; a forward hook."""
     rows = output if isinstance(output, Tensor) else output[0]
-    outputs[layer] = rows[0] if num_streams == 1 else rows[0].mean(dim=1)
+    outputs[layer] = rows if num_streams == 1 else rows.mean(dim=2)
 
 
 def _try_out(target: HostedTarget, model: "PreTrainedModel", device: torch.device) -> dict[int, Scores]:

@@ -1,32 +1,31 @@
-"""Targets with their own cache: transformers' modelling code and cache, one text at a time.
+"""Targets with their own cache: transformers' modelling code and cache, several texts in one cache.
 
-A cache holds only committed tokens. A block, in which the target may reject tokens, runs on a copy of the cache. Its
-accepted tokens go into the cache afterwards, so a rejected token never reaches a state. A cache of only keys and values
-drops rejected tokens instead.
+A cache holds only committed tokens. A block, in which the target may reject tokens, runs on a copy of the cache, after
+the accepted tokens that the cache lacks. So a rejected token never reaches a state, and most steps are one forward.
+Rows with fewer such tokens are padded on the right: no earlier token depends on the padding, and the copy is dropped.
+A row in a cache of longer texts is padded on the left, and masked there.
 
-Families differ in how they read several tokens after a cache: some ignore the state then. So a trial after loading
-rejects tokens at several positions and compares the hidden states with one forward without a cache. The target reads
-tokens at once if that is as close to the forward as reading them one by one.
+Families differ in the forwards that they allow. `own_cache_trial.py` finds that out after loading.
 
-Axis letters: T flat rows, F feature width.
+Axis letters: B texts of one cache, T tokens, W rows of a block, F feature width.
 """
 
-import copy
 import inspect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from dflash_runtime.checkpoint.hf_config import not_run
-from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import OwnCache, TargetConfig
-from dflash_runtime.models.hosted import TransformersTarget, check_features, check_head, trying_out
-from dflash_runtime.models.hosted_loading import load_model
+from dflash_runtime.config import TargetConfig
+from dflash_runtime.models.cache_rows import CacheLayout, CacheRow, copy_cache, gather_rows
+from dflash_runtime.models.hosted import TransformersTarget
+from dflash_runtime.models.hosted_swaps import Swaps
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.small_chunks import Chunked, small_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,48 +42,57 @@ LEAST_ROWS = 64
 MOST_PENDING = 32
 """Accepted tokens that are read again before each block. More tokens than this go into the cache."""
 
-TRIAL_START = 66
-TRIAL_KEPT = (1, 3, 2, 4)
-TRIAL_BLOCK = 4
-"""The trial: prompts of 1 and of 66 tokens, then blocks of 4 tokens with 1, 3, 2 and 4 accepted."""
-
-LEAST_TOLERANCE = 1e-3
-"""Largest relative difference of hidden states with and without a cache; sqrt(eps) of the dtype if that is larger."""
-
-NOISE_FACTOR = 4
-"""How many times larger the difference may be when tokens are read at once, because sums have another order."""
+LEAST_PADDING = 256
+PADDED_SHARE = 0.25
+"""Texts share a cache if each gets at most 256 tokens of padding, or a quarter of its length if that is more."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TextCache:
-    """A target's cache of one text.
+    """A target's cache of B texts.
 
-    cache    holds the first `cached_len` tokens
-    tokens   tokens that ran after the cache; tokens before the next block's start are accepted
-    ahead    a cache that holds `tokens` as well, or None
+    cache     holds the first `lens` tokens of each text; None before the first token
+    tokens    [B, T] tokens that ran after the cache; tokens before the next block's start are accepted
+    pending   how many of `tokens` were accepted before the last block
+    later     caches that also hold the first tokens of `tokens`, with the number of these tokens
     """
 
     cache: Any = None
-    cached_len: int = 0
-    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    ahead: Any = None
+    lens: Sequence[int] = (0,)
+    tokens: Tensor = field(default_factory=lambda: torch.empty(1, 0, dtype=torch.int64))
+    pending: Sequence[int] = (0,)
+    later: Sequence[tuple[int, Any]] = ()
 
-    def hold(self, cache: Any, length: int) -> None:
-        """Replace the cache and forget the tokens that ran after it."""
-        self.cache, self.cached_len, self.tokens, self.ahead = cache, length, self.tokens[:0], None
+
+class Member(NamedTuple):
+    """A text in a cache: its row there, and its number of tokens. Later tokens in the cache are rejected."""
+
+    cache: TextCache
+    row: int = 0
+    length: int = 0
 
 
 class OwnCacheTarget(TransformersTarget):
-    """A decoder of transformers as a target that keeps a `TextCache` for each text.
+    """A decoder of transformers as a target that keeps caches of texts.
 
     reads_at_once   whether several tokens after a cache may run in one forward
     can_crop        whether the cache can drop its last tokens
+    makes_masks     whether the whole attention mask is given, because transformers would make a wrong one
+    chunks          the code that reads blocks in smaller chunks
+    batching        the texts that may share a cache
+    layout          how the tokens of a text lie in a cache
+    swaps           the modules that our kernels compute
     """
 
     def __init__(self, config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> None:
         super().__init__(config, model, _find_decoder(model), placement)
         self.reads_at_once = False
         self.can_crop = False
+        self.makes_masks = False
+        self.chunks: Sequence[Chunked] = ()
+        self.batching = Batching()
+        self.layout = CacheLayout()
+        self.swaps = Swaps()
         known = inspect.signature(self.decoder.forward).parameters
         self._has_positions = "position_ids" in known
         self._cache_name = next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
@@ -93,80 +101,215 @@ class OwnCacheTarget(TransformersTarget):
         self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """See `models.target.Target`. The rows are a text from its beginning, and no cache of it is kept."""
-        hidden, features, _ = self._forward(token_ids, 0, taps, use_cache=False)
-        return hidden if wanted is None else hidden[wanted], features
+        hidden, features, _ = self._forward(token_ids[None], (0,), taps, use_cache=False)
+        return hidden[0] if wanted is None else hidden[0][wanted], None if features is None else features[0]
 
-    def read(
-        self, text: TextCache, token_ids: Tensor, start: int, taps: Sequence[int], *, is_final: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run tokens [T] of a text from position `start` on, and reject earlier tokens from that position on.
+    def fill(self, text: TextCache, token_ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Run tokens [B, T] of texts that are never rejected -> hidden states [B, T, hidden], features [B, T, F]."""
+        assert not max(text.pending), "a block ran after the prompt"
+        lens = text.lens if text.cache is not None else (0,) * len(token_ids)
+        hidden, features, later = self._run(text.cache, token_ids, lens, taps)
+        text.cache, text.lens = later[-1][1], [count + token_ids.shape[1] for count in lens]
+        text.tokens, text.pending, text.later = token_ids[:, :0], (0,) * len(token_ids), ()
+        return hidden, features
 
-        Final tokens stay in the text. Otherwise the next call's `start` says how many of the tokens were accepted.
+    def verify(self, text: TextCache, blocks: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Run blocks [B, W] after texts -> hidden states [B, W, hidden] and features [B, W, F].
+
+        The next call of `join` says how many of the tokens were accepted.
         """
-        self._settle(text, start)
-        first, token_ids = text.cached_len, torch.cat((text.tokens.to(token_ids.device), token_ids))
-        cache = text.cache if is_final or self.can_crop else copy_cache(text.cache)
-        hidden, features, cache = self._run(cache, token_ids, first, taps)
-        if is_final:
-            text.hold(cache, first + len(token_ids))
+        first, is_even = max(text.pending), len(set(text.pending)) == 1
+        if is_even:
+            text.tokens = torch.cat((text.tokens[:, :first], blocks), dim=1)
         else:
-            text.tokens, text.ahead = token_ids, cache
-        asked = slice(start - first, None)
-        return hidden[asked], None if features is None else features[asked]
+            text.tokens, wanted = _append(text.tokens, text.pending, blocks)
+        cache = copy_cache(text.cache, self.layout)
+        hidden, features, later = self._run(cache, text.tokens, text.lens, taps, keeps=not self.reads_at_once)
+        text.later = later if is_even else ()
+        if is_even:
+            return hidden[:, first:], None if features is None else features[:, first:]
+        return _take(hidden, wanted), None if features is None else _take(features, wanted)
 
-    def _settle(self, text: TextCache, start: int) -> None:
-        """Reject the tokens that ran from `start` on."""
-        num_kept = start - text.cached_len
-        num_rejected = len(text.tokens) - num_kept
-        assert num_kept >= 0, "start is before the end of the cache"
-        assert num_rejected >= 0, "start is after the last token"
-        if text.ahead is not None and not num_rejected:
-            text.hold(text.ahead, start)
-        elif text.ahead is not None and self.can_crop:
-            text.ahead.crop(-num_rejected)
-            text.hold(text.ahead, start)
-        else:
-            text.tokens, text.ahead = text.tokens[:num_kept], None
-            if num_kept and (not self.reads_at_once or num_kept > MOST_PENDING):
-                text.hold(self._run(text.cache, text.tokens, text.cached_len, ())[2], start)
+    def join(self, members: Sequence[Member]) -> TextCache:
+        """Reject the tokens after each member's length -> one cache with the members as rows.
 
-    def _run(self, cache: Any, token_ids: Tensor, start: int, taps: Sequence[int]) -> tuple[Tensor, Tensor | None, Any]:
-        """Run tokens after a cache in as few forwards as possible -> hidden states, features and the new cache."""
+        The members' former caches must not be used any more.
+        """
+        for text in {id(member.cache): member.cache for member in members}.values():
+            self._drop_partial(text, members)
+        sources = [self._source(member) for member in members]
+        joined = _joined(sources, self.layout)
+        return self._settle(joined)
+
+    def length_of(self, member: Member) -> int:
+        """The tokens of a member that its cache will hold after `join`."""
+        return member.length if self.can_crop or not self.reads_at_once else member.cache.lens[member.row]
+
+    def _drop_partial(self, text: TextCache, members: Sequence[Member]) -> None:
+        """Drop the cache that holds a block, unless the whole block was accepted in every row.
+
+        Otherwise the rows of a step would come from two caches, and be copied. Caches that can be cropped, or that were
+        kept after every token, are copied in any case.
+        """
+        if text.later and self.reads_at_once and not self.can_crop:
+            kept = [member.length - text.lens[member.row] for member in members if member.cache is text]
+            if any(count != text.tokens.shape[1] for count in kept):
+                text.later = ()
+
+    def _source(self, member: Member) -> "_Source":
+        """Find the cache that holds the most of a member's accepted tokens and, unless it can be cropped, no others."""
+        text, row = member.cache, member.row
+        num_kept = member.length - text.lens[row]
+        assert num_kept >= 0, "the length is before the end of the cache"
+        assert num_kept <= text.tokens.shape[1], "the length is after the last token"
+        if self.can_crop and text.later:
+            count, cache = text.later[-1]
+            kept = CacheRow(cache, row, len(text.lens), member.length, count - num_kept)
+            return _Source(kept, text.tokens, count, 0)
+        caches = [(0, text.cache), *((count, cache) for count, cache in text.later if count <= num_kept)]
+        count, cache = caches[-1]
+        kept = CacheRow(cache, row, len(text.lens), text.lens[row] + count)
+        return _Source(kept, text.tokens, count, num_kept - count)
+
+    def _settle(self, text: TextCache) -> TextCache:
+        """Put accepted tokens into the cache if a row has more than MOST_PENDING of them.
+
+        Every such row gets the same number of tokens, because a padded row would put padding into its state.
+        """
+        while max(text.pending) > MOST_PENDING:
+            many = [row for row, count in enumerate(text.pending) if 2 * count > MOST_PENDING]
+            count = min(text.pending[row] for row in many)
+            if len(many) == len(text.lens):
+                self._hold(text, count)
+                continue
+            members = [_Source.of(text, row) for row in range(len(text.lens))]
+            part = _joined([members[row] for row in many], self.layout)
+            self._hold(part, count)
+            for index, row in enumerate(many):
+                members[row] = _Source.of(part, index)
+            text = _joined(members, self.layout)
+        return text
+
+    def _hold(self, text: TextCache, count: int) -> None:
+        """Put the first `count` pending tokens of every row into the cache."""
+        later = self._run(text.cache, text.tokens[:, :count], text.lens, ())[2]
+        text.cache, text.lens = later[-1][1], [length + count for length in text.lens]
+        text.tokens, text.pending = text.tokens[:, count:], [pending - count for pending in text.pending]
+
+    def _run(
+        self, cache: Any, token_ids: Tensor, lens: Sequence[int], taps: Sequence[int], *, keeps: bool = False
+    ) -> tuple[Tensor, Tensor | None, list[tuple[int, Any]]]:
+        """Run tokens [B, T] after a cache in as few forwards as possible.
+
+        Returns hidden states [B, T, hidden], features [B, T, F], and the new cache with the number of tokens that it
+        holds more. With `keeps`, a list of the caches after every forward.
+        """
+        num_rows, num_tokens = token_ids.shape
         if self.reads_at_once:
-            size = _num_rows(self.config, start + len(token_ids))
+            size = max(1, rows_at_once(self.config, max(lens) + num_tokens) // num_rows)
         else:
-            size = len(token_ids) if cache is None else 1
+            size = num_tokens if cache is None else 1
         rows, tapped = [], []
-        for piece in token_ids.split(size):
-            hidden, features, cache = self._forward(piece, start, taps, cache=cache)
-            start += len(piece)
+        later: list[tuple[int, Any]] = []
+        for begin in range(0, num_tokens, size):
+            piece = token_ids[:, begin : begin + size]
+            if keeps and later:
+                cache = copy_cache(cache, self.layout)
+            hidden, features, cache = self._forward(piece, [length + begin for length in lens], taps, cache=cache)
+            later.append((begin + piece.shape[1], cache))
             rows.append(hidden)
             tapped.append(features)
-        return torch.cat(rows), torch.cat([item for item in tapped if item is not None]) if taps else None, cache
+        found = torch.cat([item for item in tapped if item is not None], dim=1) if taps else None
+        return torch.cat(rows, dim=1), found, later if keeps else later[-1:]
 
     def _forward(
-        self, token_ids: Tensor, start: int, taps: Sequence[int], *, cache: Any = None, use_cache: bool = True
+        self, token_ids: Tensor, lens: Sequence[int], taps: Sequence[int], *, cache: Any = None, use_cache: bool = True
     ) -> tuple[Tensor, Tensor | None, Any]:
-        """Run one forward of the decoder -> hidden states, features and the new cache."""
+        """Run one forward of the decoder on tokens [B, T] -> hidden states, features and the new cache."""
         given: dict[str, Any] = {self._cache_name: cache} if cache is not None else {}
+        shape, longest = token_ids.shape, max(lens)
+        columns = torch.arange(longest, longest + shape[1], device=self.entry)[None]
+        missing = None
+        if min(lens) < longest:
+            missing = torch.tensor([longest - length for length in lens]).to(self.entry)[:, None]
         if self._has_positions:
-            given["position_ids"] = torch.arange(start, start + len(token_ids), device=self.entry)[None]
-        hidden, features, output = self._run_decoder(token_ids, taps, use_cache=use_cache, **given)
+            positions = columns.expand(shape) if missing is None else columns - missing
+            given["position_ids"] = positions.clamp(max=self.config.max_position_embeddings - 1)
+        if self.makes_masks and cache is not None:
+            given["attention_mask"] = self._mask(columns, longest + shape[1], missing)
+        elif missing is not None and self.layout.grown:
+            given["attention_mask"] = (torch.arange(longest + shape[1], device=self.entry) >= missing).long()
+        with small_chunks(self.chunks if cache is not None and shape[1] <= LEAST_ROWS else ()):
+            hidden, features, output = self._run_decoder(token_ids, taps, use_cache=use_cache, **given)
         return hidden, features, getattr(output, self._cache_name, None)
 
+    def _mask(self, columns: Tensor, num_keys: int, missing: Tensor | None) -> Tensor:
+        """Return the summands of scores [B, 1, T, num_keys] of tokens in columns [1, T].
 
-def load_own_cache(source: TargetSource, config: TargetConfig, placement: Placement) -> OwnCacheTarget:
-    """Load a target through transformers, from safetensors only, and find by trial how it must be run.
+        `missing` [B, 1] is the number of columns with padding.
+        """
+        keys = torch.arange(num_keys, device=self.entry)
+        is_seen = keys <= columns[..., None]
+        if missing is not None:
+            is_seen = is_seen & (keys >= missing[..., None])
+        dtype = self.embedding.dtype
+        return torch.where(is_seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
 
-    Raises:
-        UnsupportedError: quantised weights, or a model with a cache that does not replace the tokens before it.
-        CheckpointError: tensors are missing or misshapen, or transformers does not load them.
+
+class Batching(NamedTuple):
+    """The texts that may share a cache: texts of the same length, or of any length with padding.
+
+    `problem` says why texts do not.
     """
-    model = load_model(source, config, placement, "eager")  # other implementations leave out features silently
-    target = OwnCacheTarget(config, model, placement)
-    with trying_out(config), torch.inference_mode():
-        _try_out(target, model, placement.device)
-    return target
+
+    same_length: bool = False
+    any_length: bool = False
+    problem: str | None = None
+
+
+class _Source(NamedTuple):
+    """A row of a cache, and its accepted tokens that are not in the cache: `num_pending` tokens from column `begin`."""
+
+    kept: CacheRow
+    tokens: Tensor
+    begin: int
+    num_pending: int
+
+    @classmethod
+    def of(cls, text: TextCache, row: int) -> "_Source":
+        return cls(CacheRow(text.cache, row, len(text.lens), text.lens[row]), text.tokens, 0, text.pending[row])
+
+
+def _joined(sources: Sequence[_Source], layout: CacheLayout) -> TextCache:
+    """Return a cache with the sources as rows."""
+    pending = [source.num_pending for source in sources]
+    first, most, rows = sources[0], max(pending), [source.kept.row for source in sources]
+    if all(source.tokens is first.tokens and source.begin == first.begin for source in sources):
+        tokens = first.tokens if rows == list(range(len(first.tokens))) else first.tokens[rows]
+        tokens = tokens[:, first.begin : first.begin + most]
+    else:
+        parts = [item.tokens[item.kept.row, item.begin : item.begin + item.num_pending] for item in sources]
+        tokens = torch.stack([pad(part, (0, most - len(part))) for part in parts])
+    kept = [source.kept for source in sources]
+    return TextCache(gather_rows(kept, layout), [row.length for row in kept], tokens, pending)
+
+
+def _append(tokens: Tensor, pending: Sequence[int], blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Put blocks [B, W] behind the first pending tokens of each row -> tokens [B, T], and the columns of blocks [B, W].
+
+    The last token of a block fills its row up.
+    """
+    first, width = tokens.shape[1], blocks.shape[1]
+    starts = torch.tensor(pending).to(tokens.device)[:, None]
+    columns = torch.arange(max(pending) + width, device=tokens.device)
+    behind = (first + columns - starts).clamp(max=first + width - 1)
+    places = torch.where(columns < starts, columns, behind)
+    return torch.cat((tokens, blocks), dim=1).gather(1, places), starts + columns[:width]
+
+
+def _take(rows: Tensor, columns: Tensor) -> Tensor:
+    """Rows [B, T, N] and columns [B, W] -> [B, W, N]."""
+    return rows.gather(1, columns[..., None].expand(-1, -1, rows.shape[2]))
 
 
 def score_bytes(config: TargetConfig, num_rows: int) -> int:
@@ -179,116 +322,16 @@ def _score_bytes(config: TargetConfig, num_tokens: int) -> int:
     return 2 * torch.float32.itemsize * config.num_heads * num_tokens
 
 
-def _num_rows(config: TargetConfig, num_tokens: int) -> int:
-    """Return the rows of one forward in a text of `num_tokens`."""
+def rows_at_once(config: TargetConfig, num_tokens: int) -> int:
+    """Return the rows of one forward in texts of `num_tokens`."""
     return max(LEAST_ROWS, SCORE_BYTES // _score_bytes(config, num_tokens))
 
 
-def copy_cache(cache: Any) -> Any:
-    """Return a copy of a cache, so that running on the copy does not change the original."""
-    shared = {id(item): item for layer in _grown_layers(cache) for item in (layer.keys, layer.values)}
-    return copy.deepcopy(cache, shared)
-
-
-def _grown_layers(cache: Any) -> list[Any]:
-    """Return the layers that make new K and V tensors for every token. Copies may share these tensors."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    return [item for item in getattr(cache, "layers", ()) if type(item) in (DynamicLayer, DynamicSlidingWindowLayer)]
-
-
-def _is_croppable(cache: Any) -> bool:
-    """Whether a cache consists of only the keys and values of all tokens."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
+def most_padding(num_tokens: int) -> int:
+    """Return the most padding of a text of `num_tokens` in a cache of longer texts."""
+    return max(LEAST_PADDING, int(PADDED_SHARE * num_tokens))
 
 
 def _find_decoder(model: "PreTrainedModel") -> nn.Module:
     decoder: nn.Module = model.get_decoder()
     return decoder if decoder is not model else model.model
-
-
-def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.device) -> None:
-    """Find how a loaded model must run so that its cache replaces the tokens before it, and measure the cache.
-
-    Raises:
-        UnsupportedError: with a cache, the hidden states always differ.
-    """
-    config = target.config
-    num_tokens = min(TRIAL_START + sum(TRIAL_KEPT), config.max_position_embeddings)
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(0, config.vocab_size, (num_tokens,), generator=generator).to(device)
-    said = model(input_ids=token_ids[None].to(target.entry), use_cache=False).logits[0].to(device)
-    hidden, features, _ = target._forward(token_ids, 0, (0,), use_cache=False)
-    check_features(config, features, hidden)
-    check_head(config, target.head, hidden, said)
-    noise = _distance(target, token_ids, hidden)
-    if not noise <= max(LEAST_TOLERANCE, torch.finfo(hidden.dtype).eps ** 0.5):
-        why = f"its hidden states with a cache differ from those without by {noise:.2g}"
-        raise not_run(config.model_type, why, id="target-cache-differs")
-    allowed = max(NOISE_FACTOR * noise, torch.finfo(hidden.dtype).eps)
-    for can_crop in (True, False) if _is_croppable(_fill(target, token_ids).cache) else (False,):
-        target.reads_at_once, target.can_crop = True, can_crop
-        if _is_within(target, token_ids, hidden, allowed):
-            break
-    else:
-        target.reads_at_once = target.can_crop = False
-    target.config = replace(config, own_cache=_measure(target, token_ids))
-
-
-def _is_within(target: OwnCacheTarget, token_ids: Tensor, wanted: Tensor, allowed: float) -> bool:
-    """Whether reading blocks at once gives the wanted hidden states. Code that does not support it may also fail."""
-    try:
-        return _distance(target, token_ids, wanted) <= allowed
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        return False
-
-
-def _distance(target: OwnCacheTarget, token_ids: Tensor, wanted: Tensor) -> float:
-    """Return the relative difference of hidden states between blocks with rejected tokens and one forward."""
-    parts, counted = [], []
-    for start in (1, len(token_ids) - sum(TRIAL_KEPT)):
-        text = TextCache()
-        parts.append(target.read(text, token_ids[:start], 0, (), is_final=True)[0])
-        counted.append(wanted[:start])
-        for num_kept in TRIAL_KEPT:
-            block = (token_ids[start : start + num_kept], token_ids[: TRIAL_BLOCK - num_kept])
-            parts.append(target.read(text, torch.cat(block), start, (), is_final=False)[0][:num_kept])
-            counted.append(wanted[start : start + num_kept])
-            start += num_kept
-    found, expected = torch.cat(parts).double(), torch.cat(counted).double()
-    return float((found - expected).norm() / expected.norm())
-
-
-def _fill(target: OwnCacheTarget, token_ids: Tensor) -> TextCache:
-    text = TextCache()
-    target.read(text, token_ids, 0, (), is_final=True)
-    return text
-
-
-def _measure(target: OwnCacheTarget, token_ids: Tensor) -> OwnCache:
-    """Return the bytes of a text's cache, measured on two texts, and doubled if blocks run on copies."""
-    num_few = len(token_ids) // 2
-    few, many = (_num_bytes(_fill(target, token_ids[:count]).cache) for count in (num_few, len(token_ids)))
-    token_bytes = -(-(many - few) // (len(token_ids) - num_few))
-    num_copies = 1 if target.can_crop else 2
-    return OwnCache(num_copies * token_bytes, num_copies * max(0, many - token_bytes * len(token_ids)))
-
-
-def _num_bytes(cache: Any) -> int:
-    return sum({item.data_ptr(): item.nbytes for item in _tensors(cache)}.values())
-
-
-def _tensors(item: Any) -> Iterator[Tensor]:
-    """Yield every tensor in a nested object."""
-    if isinstance(item, Tensor):
-        yield item
-    elif isinstance(item, dict):
-        for value in item.values():
-            yield from _tensors(value)
-    elif isinstance(item, list | tuple):
-        for value in item:
-            yield from _tensors(value)
-    elif hasattr(item, "__dict__") and not isinstance(item, type):
-        yield from _tensors(vars(item))

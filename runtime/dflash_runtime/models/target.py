@@ -33,7 +33,7 @@ from dflash_runtime.models.expert_stacks import with_fused_experts
 from dflash_runtime.models.hosted import load_hosted
 from dflash_runtime.models.hosted_quantization import quantised_bytes
 from dflash_runtime.models.layers import Attend, Linear
-from dflash_runtime.models.own_cache import load_own_cache
+from dflash_runtime.models.own_cache_trial import load_own_cache
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target_shares import OPTION, Cut, cut_info, cut_tensors, share_config
 from dflash_runtime.models.text_part import text_tensors

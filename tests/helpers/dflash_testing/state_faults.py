@@ -4,19 +4,20 @@ A pair whose text does not change under these faults cannot show that an engine 
 rejected tokens.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_runtime.models.cache_rows import copy_cache
 from dflash_runtime.models.cache_state import TextState, put_state, take_state
-from dflash_runtime.models.own_cache import OwnCacheTarget, TextCache, copy_cache
+from dflash_runtime.models.own_cache import Member, OwnCacheTarget, TextCache
 
 RECURRENT, CONVOLUTION = "recurrent_states", "conv_states"
 
-Settle = Callable[[OwnCacheTarget, TextCache, int], None]
+JOIN = OwnCacheTarget.join
 
 
 def is_state(name: str) -> bool:
@@ -32,55 +33,53 @@ def change(cache: Any, new: Callable[[str, Tensor], Tensor]) -> None:
     assert put_state(cache, TextState(tensors, state.values)) is None
 
 
-def _kept(target: OwnCacheTarget, text: TextCache, start: int) -> int:
-    """The number of tokens after the cache that the engine keeps. They run again, into the cache."""
-    return start - text.cached_len
-
-
-def zeroed(target: OwnCacheTarget, text: TextCache, start: int) -> None:
+def zeroed(target: OwnCacheTarget, member: Member) -> TextCache:
     """Forget the recurrent states before each step. Keys, values and the inputs of convolutions stay."""
-    _hold(target, text, start)
+    text = _held(target, member)
     change(text.cache, lambda name, item: torch.zeros_like(item) if RECURRENT in name else item)
+    return text
 
 
-def not_rolled_back(target: OwnCacheTarget, text: TextCache, start: int) -> None:
+def not_rolled_back(target: OwnCacheTarget, member: Member) -> TextCache:
     """Keep the states of rejected tokens."""
-    block = text.tokens
-    kept = _kept(target, text, start)
-    polluted = None
-    if kept < len(block):
-        polluted = target._run(copy_cache(text.cache), block, text.cached_len, ())[2]
-    _hold(target, text, start)
-    if polluted is not None:
-        states = take_state(polluted).tensors
-        change(text.cache, lambda name, _: states[name])
+    return _with_states_after(target, member, member.cache.tokens.shape[1])
 
 
-def one_row_too_far(target: OwnCacheTarget, text: TextCache, start: int) -> None:
+def one_row_too_far(target: OwnCacheTarget, member: Member) -> TextCache:
     """Roll the states back by one accepted token more than the target rejected."""
-    kept = _kept(target, text, start)
+    return _with_states_after(target, member, _num_kept(member) - 1)
+
+
+def _with_states_after(target: OwnCacheTarget, member: Member, num_tokens: int) -> TextCache:
+    """Give a text the states after the first `num_tokens` tokens that ran after its cache."""
     states = None
-    if 1 < kept < len(text.tokens):
-        short = target._run(copy_cache(text.cache), text.tokens[: kept - 1], text.cached_len, ())[2]
-        states = take_state(short).tensors
-    _hold(target, text, start)
+    if num_tokens > 0 and 0 < _num_kept(member) != num_tokens:
+        before = JOIN(target, [member._replace(length=member.cache.lens[member.row])])
+        tokens = member.cache.tokens[member.row : member.row + 1, :num_tokens]
+        run = target._run(copy_cache(before.cache, target.layout), tokens, before.lens, ())
+        states = take_state(run[2][-1][1]).tensors
+    text = _held(target, member)
     if states is not None:
         found = states
         change(text.cache, lambda name, _: found[name])
+    return text
 
 
-def _hold(target: OwnCacheTarget, text: TextCache, start: int) -> None:
-    """Settle a step rightly, with all accepted tokens in the cache."""
-    kept = _kept(target, text, start)
-    if text.ahead is not None and kept == len(text.tokens):
-        text.hold(text.ahead, start)
-    elif kept:
-        text.hold(target._run(text.cache, text.tokens[:kept], text.cached_len, ())[2], start)
-    else:
-        text.tokens, text.ahead = text.tokens[:0], None
+def _num_kept(member: Member) -> int:
+    """The number of tokens after the cache that the engine keeps. They run again, into the cache."""
+    return member.length - member.cache.lens[member.row]
 
 
-FAULTS: dict[str, Settle] = {
+def _held(target: OwnCacheTarget, member: Member) -> TextCache:
+    """Settle a step rightly, with all accepted tokens in a cache of the text alone."""
+    text = JOIN(target, [member])
+    text.cache = copy_cache(text.cache, target.layout)
+    if text.pending[0]:
+        target._hold(text, text.pending[0])
+    return text
+
+
+FAULTS: dict[str, Callable[[OwnCacheTarget, Member], TextCache]] = {
     "zeroed": zeroed,
     "not rolled back": not_rolled_back,
     "one row too far": one_row_too_far,
@@ -90,16 +89,14 @@ FAULTS: dict[str, Settle] = {
 @contextmanager
 def planted(fault: str | None) -> Iterator[None]:
     """Settle every step of targets with their own cache with a fault inside the block."""
-    right = OwnCacheTarget._settle
 
-    def settle(self: OwnCacheTarget, text: TextCache, start: int) -> None:
-        if fault is None or text.cache is None:
-            right(self, text, start)
-        else:
-            FAULTS[fault](self, text, start)
+    def join(self: OwnCacheTarget, members: Sequence[Member]) -> TextCache:
+        if fault is not None:
+            members = [Member(FAULTS[fault](self, member), 0, member.length) for member in members]
+        return JOIN(self, members)
 
-    OwnCacheTarget._settle = settle  # type: ignore[method-assign]
+    OwnCacheTarget.join = join  # type: ignore[method-assign]
     try:
         yield
     finally:
-        OwnCacheTarget._settle = right  # type: ignore[method-assign]
+        OwnCacheTarget.join = JOIN  # type: ignore[method-assign]

@@ -13,8 +13,8 @@ from dflash_runtime.checkpoint import runs_here
 from dflash_runtime.config import EngineConfig, OwnCache
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
-from dflash_runtime.models import own_cache
-from dflash_runtime.models.own_cache import OwnCacheTarget, TextCache
+from dflash_runtime.models import own_cache, own_cache_trial
+from dflash_runtime.models.own_cache import LEAST_PADDING, Batching, Member, OwnCacheTarget, TextCache
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import BODY, OWN_CACHE, OWN_CACHE_DEFAULT, host_own_cache, make_model
@@ -23,7 +23,7 @@ from dflash_testing.refusals import refuses
 
 KINDS = [kind if kind in OWN_CACHE_DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in OWN_CACHE]
 
-ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba", "minimax")
+ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba")
 WITHOUT_EMBEDDING = ("falcon_mamba", "mamba", "mamba2", "rwkv")
 """Families in which transformers' first hidden state is the output of the first layer, not the embedding."""
 
@@ -45,9 +45,11 @@ def test_taps_are_the_hidden_states(kind: str, tmp_path: Path) -> None:
         wanted = model(ids[None], output_hidden_states=True, use_cache=False)
         hook.remove()
         hidden, features = target(ids, torch.arange(23), lambda *_: ids, (3, 0, 2))  # type: ignore[arg-type]
-        text, parts = TextCache(), []
-        for begin, end in ((0, 9), (9, 17), (17, 23)):
-            parts.append(target.read(text, ids[begin:end], begin, (3, 0, 2), is_final=begin == 0))
+        text = TextCache()
+        parts = [target.fill(text, ids[None, :9], (3, 0, 2))]
+        for begin, end in ((9, 17), (17, 23)):
+            text = target.join([Member(text, 0, begin)])
+            parts.append(target.verify(text, ids[None, begin:end], (3, 0, 2)))
         logits = target.head(hidden)
     first = 0 if kind in WITHOUT_EMBEDDING else 1
     stated = (last[0][0], wanted.hidden_states[first][0], wanted.hidden_states[first + 2][0])
@@ -56,7 +58,7 @@ def test_taps_are_the_hidden_states(kind: str, tmp_path: Path) -> None:
     assert features is not None
     torch.testing.assert_close(features, states, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(
-        torch.cat([part[1] for part in parts if part[1] is not None]), states, rtol=1e-3, atol=2e-3
+        torch.cat([part[1][0] for part in parts if part[1] is not None]), states, rtol=1e-3, atol=2e-3
     )
     logits = logits[:, : wanted.logits.shape[2]]  # the model's own logits leave out padding rows
     torch.testing.assert_close(logits, wanted.logits[0], rtol=1e-4, atol=1e-4 * float(wanted.logits.abs().max()))
@@ -70,14 +72,41 @@ class TestTrial:
         target = host_own_cache(tmp_path)
         assert target.reads_at_once == (kind not in ONE_BY_ONE)
         assert target.can_crop == (kind in CROPPED)
+        assert target.makes_masks == (kind == "minimax")
+        assert target.batching == Batching(same_length=True, any_length=True)
+
+    @pytest.mark.parametrize("kind", OWN_CACHE_DEFAULT)
+    @pytest.mark.parametrize("is_mixed", [False, True])
+    def test_rows_that_differ_from_texts_alone_share_no_cache(
+        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_mixed: bool
+    ) -> None:
+        """The model ignores padding, or mixes the rows of a batch."""
+        make_model(tmp_path, kind)
+        forward = OwnCacheTarget._run_decoder
+
+        def wrong(self: Any, token_ids: Tensor, taps: Any, **given: Any) -> Any:
+            if not is_mixed:
+                given.pop("attention_mask", None)
+                return forward(self, token_ids, taps, **given)
+            hidden, features, output = forward(self, token_ids, taps, **given)
+            return hidden.roll(1, 0), features, output
+
+        monkeypatch.setattr(OwnCacheTarget, "_run_decoder", wrong)
+        target = host_own_cache(tmp_path)
+        has_padding = bool(target.layout.grown)
+        # A target that reads token by token or is cropped commits other numbers of tokens in each row at once.
+        shares = not is_mixed and (not has_padding or (target.reads_at_once and not target.can_crop))
+        assert target.batching.same_length == shares
+        assert target.batching.any_length == (shares and not has_padding)
+        assert (target.batching.problem is None) == target.batching.any_length
 
     def test_a_cache_that_is_wrong_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The model takes every cache for one token shorter than it is."""
         make_model(tmp_path, "deepseek_v3")
         forward = OwnCacheTarget._forward
 
-        def behind(self: Any, token_ids: Tensor, start: int, taps: Any, **settings: Any) -> Any:
-            return forward(self, token_ids, max(0, start - 1), taps, **settings)
+        def behind(self: Any, token_ids: Tensor, lens: Any, taps: Any, **settings: Any) -> Any:
+            return forward(self, token_ids, [max(0, length - 1) for length in lens], taps, **settings)
 
         monkeypatch.setattr(OwnCacheTarget, "_forward", behind)
         with refuses(UnsupportedError, "target-cache-differs", found="deepseek_v3"):
@@ -90,7 +119,7 @@ class TestTrial:
 
     def test_code_that_fails_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_model(tmp_path, "deepseek_v3")
-        monkeypatch.setattr(own_cache, "_measure", lambda *_: 1 // 0)
+        monkeypatch.setattr(own_cache_trial, "_measure", lambda *_: 1 // 0)
         with refuses(UnsupportedError, "target-code-fails", found="deepseek_v3") as caught:
             host_own_cache(tmp_path)
         assert "ZeroDivisionError" in caught.value.message
@@ -101,17 +130,17 @@ class TestTrial:
         make_model(tmp_path, OWN_CACHE_DEFAULT[0])
         target = host_own_cache(tmp_path)
         ids = torch.randint(0, BODY["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
-        text, lens = TextCache(), []
+        text, lens = TextCache(), list[int]()
         with torch.inference_mode():
-            target.read(text, ids[:5], 0, (), is_final=True)
+            target.fill(text, ids[None, :5], ())
             for start in (5, 7, 9, 11):
-                block = torch.cat((ids[start : start + 2], ids[:3]))
-                target.read(text, block, start, (), is_final=False)
-                lens.append(text.cached_len)
-            hidden, _ = target.read(text, ids[13:], 13, (), is_final=False)
+                text = target.join([Member(text, 0, start)])
+                target.verify(text, torch.cat((ids[start : start + 2], ids[:3]))[None], ())
+                lens += text.lens
+            hidden, _ = target.verify(target.join([Member(text, 0, 13)]), ids[None, 13:], ())
             wanted, _ = target(ids, torch.arange(40), lambda *_: ids, ())  # type: ignore[arg-type]
         assert lens == [5, 5, 9, 9]
-        torch.testing.assert_close(hidden, wanted[13:], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(hidden[0], wanted[13:], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", OWN_CACHE_DEFAULT)
@@ -122,10 +151,11 @@ def test_a_long_text_is_read_in_pieces(kind: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(own_cache, "LEAST_ROWS", 4)
     ids = torch.randint(0, BODY["vocab_size"], (40,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        hidden, features = target.read(TextCache(), ids, 0, (1,), is_final=True)
+        hidden, features = target.fill(TextCache(), ids[None], (1,))
         wanted, tapped = target(ids, torch.arange(40), lambda *_: ids, (1,))  # type: ignore[arg-type]
-    torch.testing.assert_close(hidden, wanted, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(features, tapped, rtol=1e-3, atol=1e-3)
+    assert features is not None
+    torch.testing.assert_close(hidden[0], wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(features[0], tapped, rtol=1e-3, atol=1e-3)
 
 
 def test_a_head_that_divides_and_has_rows_of_padding(tmp_path: Path) -> None:
@@ -147,15 +177,19 @@ class TestSizes:
     def test_latent_attention_caches_one_vector_for_all_heads(self, tmp_path: Path) -> None:
         """Each of 4 layers caches a vector of 16 numbers and a rotated key of 8 numbers."""
         make_model(tmp_path, "deepseek_v3")
-        assert host_own_cache(tmp_path).config.own_cache == OwnCache(4 * (16 + 8) * 4, 0)
+        token = 4 * (16 + 8) * 4
+        padded = token + token // 4  # two copies, each with a quarter of padding
+        assert host_own_cache(tmp_path).config.own_cache == OwnCache(2 * padded, 2 * LEAST_PADDING * token)
 
     def test_a_text_takes_memory_for_its_tokens_and_for_its_states(self, tmp_path: Path) -> None:
         """Both copies of a text's cache hold every token and every state."""
         make_model(tmp_path, OWN_CACHE_DEFAULT[0])
         sizes = host_own_cache(tmp_path).config.own_cache
         assert sizes is not None
-        assert sizes.token_bytes == 2 * 2 * 2 * 8 * 4  # two copies, keys and values, heads of 8 in one layer
-        assert sizes.text_bytes > 2 * 3 * 4 * 8 * 8 * 4  # at least two copies of the states of three layers
+        token = 2 * 2 * 8 * 4  # keys and values, heads of 8 in one layer
+        assert sizes.token_bytes == 2 * (token + token // 4)  # two copies, each with a quarter of padding
+        states = 3 * 4 * 8 * 8 * 4  # at least the states of three layers
+        assert sizes.text_bytes > 2 * (states + LEAST_PADDING * token)
 
 
 class TestChoice:
