@@ -68,7 +68,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         ),
     }
     connection_errors = _library_errors("HTTPError")
-    misread = (NotFromAHub, JSONDecodeError, *MISREAD, *_library_errors("InvalidURL"))
+    misread: tuple[type[Exception], ...] = (NotFromAHub, JSONDecodeError, *MISREAD, *_library_errors("InvalidURL"))
     try:
         yield
     except tuple(answers) as error:

@@ -211,7 +211,7 @@ def _digests(target: TargetSource, draft: DraftLike | None, *, begins: bool) -> 
     return digests
 
 
-def hosted_warnings(target: Target, *, can_be_captured: bool) -> list[Notice]:
+def hosted_warnings(target: Target, *, can_be_captured: bool) -> tuple[Notice, ...]:
     """The warnings about a target that transformers runs. `can_be_captured` says whether native targets would be.
 
     A second warning names what keeps the target's forward from being captured; see `HostedTarget.uncaptured`.
@@ -224,22 +224,22 @@ def hosted_warnings(target: Target, *, can_be_captured: bool) -> list[Notice]:
             f"the {kind} target runs slowly: transformers runs it with its own cache, {rows}without prefix cache and "
             "CUDA graphs; measured times do not show the pair's speed"
         )
-        return [Notice(text, id="slow-target")]
+        return (Notice(text, id="slow-target"),)
     if can_be_captured and reason is None:
         text = (
             f"transformers runs the {kind} target over this engine's pages, in CUDA graphs; its steps take longer than "
             "those of a native family"
         )
-        return [Notice(text, id="hosted-target")]
+        return (Notice(text, id="hosted-target"),)
     text = (
         f"the {kind} target runs slowly: transformers runs it over this engine's pages, without CUDA graphs; measured "
         "times do not show the pair's speed"
     )
     slow = Notice(text, id="slow-target")
     if not can_be_captured or reason is None:
-        return [slow]
+        return (slow,)
     why = f"the steps of the {kind} target are not captured as CUDA graphs: {reason}"
-    return [slow, Notice(why, id=reason.id, field=reason.field)]
+    return slow, Notice(why, id=reason.id, field=reason.field)
 
 
 def quantised_warning(quantization: Quantization, dtype: str) -> Notice:

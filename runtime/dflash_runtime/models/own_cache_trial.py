@@ -20,10 +20,11 @@ from dflash_runtime.models.cache_rows import find_layout
 from dflash_runtime.models.hosted import check_features, check_head, trying_out
 from dflash_runtime.models.hosted_experts import use_our_experts
 from dflash_runtime.models.hosted_loading import first_line, load_model
-from dflash_runtime.models.hosted_swaps import Setting, swap_modules
+from dflash_runtime.models.hosted_swaps import swap_modules
 from dflash_runtime.models.own_cache import LEAST_PADDING, PADDED_SHARE, Batching, Member, OwnCacheTarget, TextCache
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.small_chunks import find_chunks
+from dflash_runtime.models.swapped_modules import Setting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
