@@ -186,7 +186,8 @@ def _together(first: AlternativeReading, second: AlternativeReading, both: Alter
     """Both readings under the names of both. The halves of an exchange are no halves of both."""
     causes = dict.fromkeys((first.cause, second.cause))
     touches = first.touches | second.touches
-    return replace(both, name=f"{first.name}, and {second.name}", cause="; ".join(causes), touches=touches, halves=())
+    name = f"{first.name}, and {second.name}"
+    return replace(both, name=name, cause="; ".join(causes), touches=touches, equal=(), halves=(), shift=0.0)
 
 
 def is_weaker(reading: AlternativeReading) -> bool:

@@ -78,7 +78,7 @@ def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
 @check_weights(
     "N17",
     "warning",
-    effect="one layer was written twice, or never trained",
+    effect="one of the layers lacks values of its own",
     fix=FIX_REEXPORT_WEIGHTS,
     source="copying faults in exporters",
     outcome="drops",
@@ -149,13 +149,13 @@ def norms_are_not_offsets(subject: Subject) -> Iterator[Problem]:
     ]
     if shifted and 3 * len(shifted) >= len(norms):
         message = f"values around 0 with both signs in {len(shifted)} of {len(norms)} norms, so probably offsets from 1"
-        yield Problem(f"{WEIGHTS}:{shifted[0]}", message)
+        yield Problem(f"{WEIGHTS}:{shifted[0]}", message, also=tuple(f"{WEIGHTS}:{name}" for name in shifted[1:]))
 
 
 @check_weights(
     "N32",
     "warning",
-    effect="a part of the matrix does nothing: its values were lost, or the matrix was cut to another size",
+    effect="a part of the matrix does nothing: its values were lost, pruned or rounded to zero",
     fix=FIX_REEXPORT_WEIGHTS,
     source="copying faults in exporters; speculators converter slices fc by taps",
     outcome="drops",
@@ -189,17 +189,15 @@ def values_have_their_precision(subject: Subject) -> Iterator[Problem]:
     """
     import torch
 
-    low, wide = [], []
+    wide = []
     for name, tensor in _floats(subject, dim=2):
         if tensor.numel() < MIN_VALUES or not bool(tensor.any()):
             continue
         sample = tensor.flatten()[:: max(1, tensor.numel() // (8 * MIN_VALUES))]
         if len(sample.float().abs().unique()) <= DISTINCT_8_BITS:
-            low.append(name)
+            yield Problem(f"{WEIGHTS}:{name}", f"at most {DISTINCT_8_BITS} absolute values")
         elif tensor.dtype == torch.float32 and not bool((sample.contiguous().view(torch.int32) & 0xFFFF).any()):
             wide.append(name)
-    if low:
-        yield Problem(f"{WEIGHTS}:{low[0]}", f"at most {DISTINCT_8_BITS} absolute values in {len(low)} matrices")
     if wide:
         yield Problem(
             f"{WEIGHTS}:{wide[0]}",
