@@ -107,8 +107,6 @@ def _effects(factor: float, config: DraftConfig) -> dict[str, tuple[str, ...]]:
         found |= {EMBEDDING: (*ADDED, "bias of o_proj")} if factor > 0 else {}
     if config.selector is not None or (config.markov is not None and config.markov.head_type != "vanilla"):
         found.pop("norm", None)  # the final norm also scales the inputs of the pairs' scores
-    if config.markov is None:
-        found.pop(LOGITS, None)  # without scores of pairs, a scale of the logits changes no choice
     if config.has_own_width:
         found.pop(EMBEDDING, None)
     return found

@@ -14,6 +14,7 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import weight_rewrites as rewrites
 from dflash_cli.diagnosis.alternatives import ORDERED_TAPS, AlternativeReading, ReadingSpace, alternative_readings
+from dflash_cli.diagnosis.explained_looks import EXPLAINED_BY
 from dflash_cli.diagnosis.likeliest_cause import diagnose_report
 from dflash_cli.diagnosis.reading_doubts import ReadingCase
 from dflash_cli.diagnosis.reading_results import (
@@ -277,6 +278,52 @@ def test_an_order_is_named_before_a_size_beside_other_layers() -> None:
         assert diagnose_report(report, draft="d", target="t").rule == rule
 
 
+def test_a_size_is_the_cause_of_a_scale_if_it_chooses_one_tensor() -> None:
+    """Few values (N33) are no cause of a scale. Two sizes do not choose among parts whose scales are equal."""
+    spots = frozenset({("mlp.up_proj", 1), ("mlp.down_proj", 1)})
+    best = result(3.1, 5.2, 1.5, "weights", touches=spots, is_scale=True)
+    up, down = (f"model.safetensors:layers.1.mlp.{part}_proj.weight" for part in ("up", "down"))
+    for rule, also, named in (("N36", (), "N36"), ("N36", (down,), None), ("N33", (), None)):
+        item = replace(finding(rule, up, also=also), outcome="serves")
+        report = report_of_search(ReadingSearch(16, 1000, 3.1, (best,), 60), item)
+        assert diagnose_report(report, draft="d", target="t").rule == named
+
+
+def test_a_look_that_another_look_explains_is_no_cause() -> None:
+    """Rounding (N42) leaves rows of one sign (N40) in its own matrices only."""
+    low = [replace(finding("R06", "config.json", severity="error"), level="run")]
+    search = ReadingSearch(16, 1000, 1.1, (), 60)
+    up, down = (f"model.safetensors:layers.1.mlp.{part}_proj.weight" for part in ("up", "down"))
+    for coarse, rule, place in (((down, up), "N42", down), ((down,), "N40", up)):
+        found = [finding("N40", up), finding("N42", coarse[0], also=coarse[1:]), *low]
+        diagnosis = diagnose_report(report_of_search(search, *found), draft="d", target="t")
+        assert diagnosis.rule == rule
+        assert diagnosis.sentence.startswith(place)
+    spread = [finding("N40", down, also=(up,)), finding("N42", down), *low]
+    assert diagnose_report(report_of_search(search, *spread), draft="d", target="t").sentence.startswith(up)
+
+
+def test_a_look_without_another_cause_names_none() -> None:
+    """The few values (N33) cost nothing by themselves, and the zeros (N43) follow from them."""
+    low = replace(finding("R06", "config.json", severity="error"), level="run")
+    place = "model.safetensors:layers.1.mlp.up_proj.weight"
+    found = [finding("N43", place), replace(finding("N33", place), outcome="serves"), low]
+    search = ReadingSearch(16, 1000, 1.1, (), 60)
+    assert diagnose_report(report_of_search(search, *found), draft="d", target="t").has_cause is False
+    assert diagnose_report(report_of_search(search, found[0], low), draft="d", target="t").rule == "N43"
+
+
+def test_looks_explain_others_in_one_direction() -> None:
+    """No two looks explain each other, so that one of them always remains."""
+    known = {rule.id for rule in all_rules() if rule.level == "weights"}
+    assert known >= {*EXPLAINED_BY, *(item for found in EXPLAINED_BY.values() for item in found)}
+    left = dict(EXPLAINED_BY)
+    while left:
+        ends = [item for item, explaining in left.items() if not explaining & left.keys()]
+        assert ends
+        left = {item: explaining for item, explaining in left.items() if item not in ends}
+
+
 def case_of(best: ReadingResult, losses: dict[str, float], *screened: ReadingResult) -> ReadingCase:
     """The doubts about a reading. `losses` are those of readings by name; 4.0 as configured."""
 
@@ -349,6 +396,14 @@ def test_an_offset_is_no_order_of_the_same_part() -> None:
     assert (is_alike(order, offset), is_alike(order, other)) == (False, True)
     ordered, late, later = (result(3.0, 5.0, 1.0, "taps", cause=cause) for cause in (ORDERED_TAPS, "late", "later"))
     assert (is_alike(late, ordered), is_alike(ordered, late), is_alike(late, later)) == (False, False, True)
+
+
+def test_an_offset_of_more_norms_is_the_same_cause() -> None:
+    one = of_part("two norms", 1.0, 4.0, changes_values=True, shift=1.0)
+    touches = one.alternative.touches | {("norm", None)}
+    for shift, alike in ((1.0, True), (-1.0, False)):
+        more = replace(one.alternative, touches=touches, cause="every norm", shift=shift)
+        assert is_alike(replace(one, alternative=more), one) is alike
 
 
 def test_contested_parts_of_a_reading() -> None:
