@@ -19,7 +19,7 @@ EMBEDDING, LOGITS = "embeddings", "logits"
 
 BEFORE_ATTENTION, BEFORE_MLP = LAYER_NORMS
 ADDED = ("own values", "context values", "MLP output")
-"""What layers add to the residual stream. All of it times a factor equals the embeddings divided by the factor."""
+"""The outputs of layers. All outputs times a factor equal the embeddings divided by the factor."""
 
 EFFECTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((QUERY, KEY, "fc"), ()),
@@ -34,7 +34,7 @@ EFFECTS: Mapping[str, tuple[str, ...]] = {
     LOGITS: ("logits",),
     EMBEDDING: ADDED,
 }
-"""Part -> the products of which a positive factor is a factor. A norm follows q_proj, k_proj and fc, so their scale
+"""Part -> the products that a positive factor of the part multiplies. A norm follows q_proj, k_proj and fc, so their scale
 has no effect. The embeddings count inversely. Context rows do not pass input_layernorm."""
 
 SIGNS: Mapping[str, tuple[str, ...]] = {
@@ -91,7 +91,7 @@ def scale_name(parts: Sequence[str], factor: float, where: Where) -> str:
 
 
 def parts_alone(parts: Sequence[str], factor: float, where: Where, config: DraftConfig) -> tuple[str, ...]:
-    """The parts of a scale, and every single part whose scale equals it."""
+    """The parts of a scale, and every single part with an equal scale."""
     single = (chosen[0] for chosen in equal_scales(parts, factor, where, config) if len(chosen) == 1)
     return tuple(dict.fromkeys((*parts, *(part for part in single if part not in {EMBEDDING, LOGITS}))))
 

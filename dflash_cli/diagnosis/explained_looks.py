@@ -1,6 +1,6 @@
 """Which looks at tensors explain others: the fact of one look follows from the fact of another at the same tensor.
 
-An explained look is no cause. A matrix of few levels, for example, has zeros, and rows of zeros repeat each other.
+`diagnose` does not name an explained look. A matrix of few levels, for example, has zeros, and rows of zeros repeat each other.
 """
 
 from collections.abc import Mapping, Sequence

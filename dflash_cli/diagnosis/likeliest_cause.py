@@ -65,7 +65,7 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
 
 
 def _decisive_sizes(seen: Sequence[Finding], best: ReadingResult) -> list[Finding]:
-    """The size beside other layers that chooses one tensor among parts whose scales have the same effect."""
+    """The size beside other layers, if it chooses one tensor among parts with equal scales."""
     sizes = [item for item in seen if item.id == SIZES]
     if best.alternative.is_neutral:
         return sizes

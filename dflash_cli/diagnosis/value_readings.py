@@ -72,7 +72,7 @@ def _scales(space: WeightSpace) -> Iterator[WeightReading]:
 def scaled_parts(
     config: DraftConfig, parts: tuple[str, ...], factor: float, layer: Where, *, name: str = ""
 ) -> WeightReading:
-    """Parts times the same factor. It also touches every single part whose scale has the same effect."""
+    """Parts times the same factor. It also touches every single part with an equal scale."""
     is_beside = layer is None and factor > 0 and len(parts) == 1 and parts[0] in {VALUE, OUT, UP, DOWN}
     return WeightReading(
         named(f"{name} times {factor:.3g}", layer) if name else scale_name(parts, factor, layer),

@@ -95,7 +95,7 @@ def norms_have_no_outlier(subject: Subject) -> Iterator[Problem]:
 @check_weights(
     "N36",
     "info",
-    effect="the layer counts too much or too little, if training did not choose this size",
+    effect="the layer counts too much or too little, if the tensor was scaled",
     fix=FIX_REEXPORT_WEIGHTS,
     source="exporters that fold scales into weights, or fold them twice",
 )

@@ -279,7 +279,7 @@ def test_an_order_is_named_before_a_size_beside_other_layers() -> None:
 
 
 def test_a_size_is_the_cause_of_a_scale_if_it_chooses_one_tensor() -> None:
-    """Few values (N33) are no cause of a scale. Two sizes do not choose among parts whose scales are equal."""
+    """The reading is named beside few values (N33), and beside two sizes, which choose no part."""
     spots = frozenset({("mlp.up_proj", 1), ("mlp.down_proj", 1)})
     best = result(3.1, 5.2, 1.5, "weights", touches=spots, is_scale=True)
     up, down = (f"model.safetensors:layers.1.mlp.{part}_proj.weight" for part in ("up", "down"))
