@@ -34,8 +34,8 @@ EFFECTS: Mapping[str, tuple[str, ...]] = {
     LOGITS: ("logits",),
     EMBEDDING: ADDED,
 }
-"""Part -> the products that a positive factor of the part multiplies. A norm follows q_proj, k_proj and fc, so their scale
-has no effect. The embeddings count inversely. Context rows do not pass input_layernorm."""
+"""Part -> the products that a positive factor of the part multiplies. A norm follows q_proj, k_proj and fc, so
+their scale has no effect. The embeddings count inversely. Context rows do not pass input_layernorm."""
 
 SIGNS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((QUERY, KEY, *HEAD_NORMS), ("own scores", "context scores")),
@@ -106,7 +106,7 @@ def _effects(factor: float, config: DraftConfig) -> dict[str, tuple[str, ...]]:
         found |= {part: (*found[part], "no bias") for part in (BEFORE_ATTENTION, "hidden_norm")}
         found |= {EMBEDDING: (*ADDED, "bias of o_proj")} if factor > 0 else {}
     if config.selector is not None or (config.markov is not None and config.markov.head_type != "vanilla"):
-        found.pop("norm", None)  # the final norm also scales the inputs of the pairs' scores
+        found["norm"] = ("logits", "inputs of pairs")
     if config.has_own_width:
         found.pop(EMBEDDING, None)
     return found

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from dflash_cli.diagnosis.explained_looks import SIZES, unexplained
+from dflash_cli.diagnosis.explained_looks import unexplained
 from dflash_cli.diagnosis.reading_results import ReadingResult
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.rules.rule import Finding
@@ -66,7 +66,7 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
 
 def _decisive_sizes(seen: Sequence[Finding], best: ReadingResult) -> list[Finding]:
     """The size beside other layers, if it chooses one tensor among parts with equal scales."""
-    sizes = [item for item in seen if item.id == SIZES]
+    sizes = [item for item in seen if item.fact == "size"]
     if best.alternative.is_neutral:
         return sizes
     return sizes if best.alternative.is_scale and len(sizes) == 1 and not sizes[0].also else []

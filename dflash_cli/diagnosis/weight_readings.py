@@ -58,7 +58,10 @@ def probes(space: WeightSpace) -> Iterator[WeightReading]:
 
 
 def _norm_offsets(space: WeightSpace) -> Iterator[WeightReading]:
-    """Norms that hold w - 1 or 1 + w, as far as their values allow it."""
+    """Norms that hold w - 1 or 1 + w, as far as their values allow it.
+
+    Values around 0 with both signs are rare, so such norms need not be suspect: the draft may miss them.
+    """
     groups = {
         "every norm": NORMS, "head norm": HEAD_NORMS, "layer norm": LAYER_NORMS,
         **{short(part): (part,) for part in NORMS},
@@ -77,7 +80,7 @@ def _norm_offsets(space: WeightSpace) -> Iterator[WeightReading]:
                 rewrite = rewrites.change_parts(dict.fromkeys(chosen, rewrites.shift(amount)), only(layer))
                 name, cause = named(f"{group} weights {what[0]}", layer), f"{group} weights {what[1]}"
                 touches = spots(chosen, layer)
-                guessed = layer is not None
+                guessed = layer is not None and not (space.weights and allows is is_offset)
                 yield WeightReading(name, rewrite, cause, touches, guessed, changes_values=True, shift=amount)
 
 

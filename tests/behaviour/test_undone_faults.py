@@ -107,6 +107,14 @@ def test_parts_of_both_fused_matrices_are_exchanged_back(strength: Any) -> None:
     assert any("k_proj and v_proj, and" in name for name in undoing(Kind("", plant, ""), strength, "windowed"))
 
 
+def test_an_offset_of_one_layer_is_tried_although_no_probe_makes_it_suspect() -> None:
+    _, tensors, config = sound("windowed")
+    names = [f"layers.1.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
+    space = WeightSpace(config, stacked({**tensors, **{name: tensors[name] - 1 for name in names}}, config))
+    tried = [item for item in weight_readings(space) if item.shift == 1.0 and not item.is_guess]
+    assert "layer norm weights read as 1 + w in layer 1" in {item.name for item in tried}
+
+
 def test_an_offset_norm_is_not_read_as_folded() -> None:
     """Gate and up divided by a norm around 0 make the norm even, which gains as much as the offset."""
     _, tensors, config = sound("windowed")

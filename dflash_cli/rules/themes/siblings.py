@@ -52,6 +52,8 @@ Measure = Callable[["torch.Tensor"], float]
     fix=FIX_REEXPORT_WEIGHTS,
     source="copying faults in exporters; heads and channels that were pruned or masked",
     outcome="drops",
+    fact="small lines",
+    follows_from=("zeros", "one value", "zero lines", "few values", "grid"),
 )
 def rows_are_alike(subject: Subject) -> Iterator[Problem]:
     """Few rows and columns of a matrix are nearly zero, or its siblings have as many.
@@ -79,6 +81,8 @@ def rows_are_alike(subject: Subject) -> Iterator[Problem]:
     fix=FIX_REEXPORT_WEIGHTS,
     source="damaged exports",
     outcome="drops",
+    fact="outlier",
+    follows_from=("offsets",),
 )
 def norms_have_no_outlier(subject: Subject) -> Iterator[Problem]:
     """No value of a norm is far larger than its other values, unless its siblings have such values."""
@@ -98,6 +102,8 @@ def norms_have_no_outlier(subject: Subject) -> Iterator[Problem]:
     effect="the layer counts too much or too little, if the tensor was scaled",
     fix=FIX_REEXPORT_WEIGHTS,
     source="exporters that fold scales into weights, or fold them twice",
+    fact="size",
+    follows_from=("zeros", "one value", "offsets", "clipped", "one sign", "format", "grid"),
 )
 def sizes_are_alike(subject: Subject) -> Iterator[Problem]:
     """No tensor is several times larger or smaller than the same tensor of all other layers.
@@ -123,6 +129,8 @@ def sizes_are_alike(subject: Subject) -> Iterator[Problem]:
     fix=FIX_REEXPORT_WEIGHTS,
     source="Marchenko and Pastur 1967: the singular values of random matrices",
     outcome="drops",
+    fact="noise",
+    follows_from=("zeros", "one value", "copy", "grid"),
 )
 def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
     """The largest singular value of a matrix exceeds that of noise, unless that of a sibling does not."""
@@ -152,6 +160,8 @@ def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
     fix=FIX_REEXPORT_WEIGHTS,
     source="exports that clip values to the range of a smaller number format",
     outcome="drops",
+    fact="clipped",
+    follows_from=("one value", "few values", "format", "grid"),
 )
 def values_are_not_clipped(subject: Subject) -> Iterator[Problem]:
     """Few values of a matrix are equal to its largest value, by size.
@@ -177,6 +187,8 @@ def values_are_not_clipped(subject: Subject) -> Iterator[Problem]:
     fix=FIX_REEXPORT_WEIGHTS,
     source="exporters that write one shard of tensor parallelism twice; averages of permuted heads",
     outcome="drops",
+    fact="repeated lines",
+    follows_from=("zeros", "one value", "unused tap", "grid"),
 )
 def lines_differ(subject: Subject) -> Iterator[Problem]:
     """Few rows and columns of a matrix occur twice."""
@@ -202,6 +214,8 @@ def lines_differ(subject: Subject) -> Iterator[Problem]:
     fix=FIX_REEXPORT_WEIGHTS,
     source="tools that prune weights, and copies that lack a part",
     outcome="drops",
+    fact="many zeros",
+    follows_from=("zeros", "unused tap", "zero lines", "few values", "grid"),
 )
 def few_values_are_zero(subject: Subject) -> Iterator[Problem]:
     """Few values of a matrix are zero."""

@@ -49,6 +49,8 @@ SAME_LARGEST = 0.9
     fix=FIX_REEXPORT_WEIGHTS,
     source="asymmetric integer formats store values from a zero point on",
     outcome="drops",
+    fact="one sign",
+    follows_from=("one value", "grid"),
 )
 def rows_have_both_signs(subject: Subject) -> Iterator[Problem]:
     """Most rows of every matrix have positive and negative values. Rows that are mostly zero say nothing."""
@@ -66,6 +68,8 @@ def rows_have_both_signs(subject: Subject) -> Iterator[Problem]:
     fix=FIX_REEXPORT_WEIGHTS,
     source="float8 and integer formats store values divided by scales of tensors or rows",
     outcome="drops",
+    fact="format",
+    follows_from=("one value", "grid"),
 )
 def scales_were_applied(subject: Subject) -> Iterator[Problem]:
     """No matrix fills the range of a small number format, and its rows have different largest values.
@@ -96,6 +100,7 @@ def scales_were_applied(subject: Subject) -> Iterator[Problem]:
     fix="export again from the weights of training, then check it: dflash validate {draft} --level weights",
     source="round-to-nearest formats of 2 and 3 bits; sgl-project/sglang#39087 (a quantised draft accepts less)",
     outcome="drops",
+    fact="grid",
 )
 def values_are_not_coarse(subject: Subject) -> Iterator[Problem]:
     """The sizes of a matrix or of its rows lie on more than five levels.

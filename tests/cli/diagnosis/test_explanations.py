@@ -14,7 +14,6 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import weight_rewrites as rewrites
 from dflash_cli.diagnosis.alternatives import ORDERED_TAPS, AlternativeReading, ReadingSpace, alternative_readings
-from dflash_cli.diagnosis.explained_looks import EXPLAINED_BY
 from dflash_cli.diagnosis.likeliest_cause import diagnose_report
 from dflash_cli.diagnosis.reading_doubts import ReadingCase
 from dflash_cli.diagnosis.reading_results import (
@@ -237,6 +236,8 @@ def report_of_search(search: ReadingSearch, *findings: Finding) -> RunReport:
 
 def finding(rule: str, location: str, **changes: Any) -> Finding:
     severity: Any = changes.pop("severity", "info")
+    of_rule = next(item for item in all_rules() if item.id == rule)
+    changes |= {"fact": of_rule.fact, "follows_from": of_rule.follows_from}
     return Finding(rule, severity, location, "a message", level="weights", outcome="drops", **changes)
 
 
@@ -315,9 +316,9 @@ def test_a_look_without_another_cause_names_none() -> None:
 
 def test_looks_explain_others_in_one_direction() -> None:
     """No two looks explain each other, so that one of them always remains."""
-    known = {rule.id for rule in all_rules() if rule.level == "weights"}
-    assert known >= {*EXPLAINED_BY, *(item for found in EXPLAINED_BY.values() for item in found)}
-    left = dict(EXPLAINED_BY)
+    left = {rule.fact: {*rule.follows_from} for rule in all_rules() if rule.fact is not None}
+    assert {item for found in left.values() for item in found} <= left.keys()
+    assert len(left) == sum(rule.fact is not None for rule in all_rules())
     while left:
         ends = [item for item, explaining in left.items() if not explaining & left.keys()]
         assert ends
