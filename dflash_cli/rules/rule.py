@@ -71,7 +71,7 @@ Fact = Literal[
     "zeros", "unused tap", "copy", "one value", "offsets", "zero lines", "few values", "small lines", "outlier", "size",
     "noise", "clipped", "repeated lines", "one sign", "format", "grid", "many zeros",
 ]  # fmt: skip
-"""What a look shows about a tensor, beyond the tensor's name."""
+"""The fact about a tensor that a look states."""
 
 MAX_FINDINGS = 50
 """The most findings of one rule that a report lists."""
@@ -88,7 +88,7 @@ class Traits:
     stage               when the rule runs
     stops_runtime       an error also stops the runtime of dflash, like an error that stops every engine
     serve_flag          a need that the serve command must meet; each engine knows the option
-    fact                what the rule shows about a tensor
+    fact                the fact about a tensor that the rule states
     follows_from        facts from which its own fact follows. `diagnose` then names the other rule, not this one.
     is_about_training   the rule doubts how the draft was trained, so a copy with another config repairs nothing
     """
