@@ -359,6 +359,20 @@ def test_another_kind_of_reading_of_the_same_part_is_a_rival() -> None:
         assert (doubt is not None) == is_doubted
 
 
+def test_a_shorter_block_that_accepts_nearly_as_much_is_a_rival() -> None:
+    """Causal attention hides the rows that a block has too many. A reading of the block itself has no such rival."""
+    causal = in_config(5.0, 2.0, mask_token_id=7)
+    for accepted, factor, is_doubted in ((4.7, "block", True), (4.3, "block", False), (4.7, "mask_token_id", False)):
+        block = result(3.0, accepted, 1.0, factor)
+        block = replace(block, score=Score(accepted, accepted, 3.5))
+
+        def score(reading: AlternativeReading, _: bool, block: ReadingResult = block) -> Score:
+            return block.score if reading is block.alternative else Score(5.0, 4.0, 2.0)
+
+        case = replace(case_of(causal, {}, causal, block), score=score)
+        assert (case.doubt() is not None) == is_doubted
+
+
 def test_a_rival_is_compared_at_the_anchors_of_the_best_reading() -> None:
     """Most readings are scored at few anchors only, where every loss may be lower."""
     best, eps = in_config(5.0, 2.0, mask_token_id=7), in_config(3.0, 1.9, rms_norm_eps=1e-3)
