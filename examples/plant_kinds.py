@@ -53,13 +53,16 @@ PAIRS = Path(__file__).parent.parent / "tests" / "data" / "pairs"
 Cell = tuple[str, str, str]
 """Family, kind and strength."""
 
+BUNDLED = (*WALKING, "reduced")
+"""Families with a bundled draft of their own for the bundled target."""
+
 BUDGET = SearchBudget(num_prompts=8, max_new_tokens=40, lead_len=24)
 SOUND = "as it is"
 COSTS = 0.1
 
 
 def directory(family: str, role: Role) -> Path:
-    if family in WALKING:
+    if family in BUNDLED:
         return fetch_directory(f"{TINY}:{family}" if role is Role.DRAFT else TINY, role)
     return fetch_directory(TINY, role) if family == "bundled" else PAIRS / family / role.value
 
@@ -84,7 +87,7 @@ def plant(fault: Any, family: str, strength: str, path: Path) -> None:
     path.mkdir(parents=True)
     config = json.loads((source / "config.json").read_text())
     stored = load_file(source / "model.safetensors")
-    tensors = {name: item.float() for name, item in stored.items()}
+    tensors = {name: item.float() if item.is_floating_point() else item for name, item in stored.items()}
     fault.plant(config, tensors, strength)
     (path / "config.json").write_text(json.dumps(config))
     kept = {name: _narrow(item).contiguous().clone() for name, item in tensors.items()}
@@ -297,7 +300,9 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON Lines file for state and result")
     parser.add_argument("--faults", type=Path, help="a file with FAULTS instead of the kinds")
-    parser.add_argument("--families", default=",".join(FAMILIES), help="run only cells of these families")
+    parser.add_argument(
+        "--families", default=",".join(FAMILIES), help="run only cells of these families; others: " + ", ".join(BUNDLED)
+    )
     parser.add_argument("--only", default="", help="run only kinds with names that match this regular expression")
     parser.add_argument("--factors", help="try only readings of these factors, separated by commas")
     parser.add_argument("--every", action="store_true", help="every family for each kind, not one family in turn")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, permutations
 from typing import TYPE_CHECKING, Any
 
+from dflash_cli.diagnosis.equal_scales import EMBEDDING, equal_names
 from dflash_cli.diagnosis.weight_readings import probes, weight_readings
 from dflash_cli.diagnosis.weight_rewrites import Rewrite, Spot
 from dflash_cli.diagnosis.weight_space import MOST_LAYERS_ALONE, WeightReading, WeightSpace
@@ -59,6 +60,8 @@ class AlternativeReading:
     is_neutral  it leaves out a part of the draft; it restores nothing, and tells that the part harms
     is_scale    it multiplies a part of the draft by a factor
     changes_values  it changes values in another way than by a factor: offsets, bits, zero points
+    shift       the amount that it adds to norms
+    equal       names of readings that equal it by the algebra of the network
     touches     the parts of the draft that it changes, with their layers
     halves      the halves of an exchange, as rewrites
     min_len     below this acceptance length, in tokens per step, the reading explains nothing
@@ -74,6 +77,8 @@ class AlternativeReading:
     is_neutral: bool = False
     is_scale: bool = False
     changes_values: bool = False
+    shift: float = 0.0
+    equal: tuple[str, ...] = ()
     touches: frozenset[Spot] = frozenset()
     halves: tuple[Rewrite, ...] = ()
     min_len: float = MIN_LEN
@@ -252,11 +257,15 @@ def _embedding_scales(space: ReadingSpace) -> Iterator[AlternativeReading]:
     if config.has_own_width:
         return
     raw = {"has_target_scale": False, "input_embedding_scale": 1.0}
-    if (config.has_target_scale and factor != 1.0) or config.input_embedding_scale != 1.0:
-        yield changed(space, "embedding", "raw embeddings", "the draft was trained on raw embeddings", **raw)
+    own = (factor if config.has_target_scale else 1.0) * config.input_embedding_scale
+    if own != 1.0:
+        reading = changed(space, "embedding", "raw embeddings", "the draft was trained on raw embeddings", **raw)
+        yield with_equal_scales(reading, EMBEDDING, own)
     if not config.has_target_scale and factor != 1.0:
         cause = "the draft was trained on embeddings scaled as the target's"
-        yield changed(space, "embedding", f"embeddings times {factor:.4g}", cause, **raw | {"has_target_scale": True})
+        scaled = raw | {"has_target_scale": True}
+        reading = changed(space, "embedding", f"embeddings times {factor:.4g}", cause, **scaled)
+        yield with_equal_scales(reading, EMBEDDING, own / factor)
 
 
 def _eps(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -287,11 +296,18 @@ def of_weights(config: DraftConfig, item: WeightReading) -> AlternativeReading:
             "is_neutral",
             "is_scale",
             "changes_values",
+            "shift",
+            "equal",
             "touches",
             "halves",
         )
     }
     return AlternativeReading(factor="weights", config=config, **shared)
+
+
+def with_equal_scales(reading: AlternativeReading, part: str, factor: float) -> AlternativeReading:
+    """A reading of a setting with the scales of parts that equal the setting times a factor."""
+    return replace(reading, equal=equal_names((part,), factor, None, reading.config))
 
 
 def changed(space: ReadingSpace, factor: str, name: str, cause: str, **fields: Any) -> AlternativeReading:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from dflash_cli.diagnosis.explained_looks import unexplained
 from dflash_cli.diagnosis.reading_results import ReadingResult
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.rules.rule import Finding
@@ -40,7 +41,7 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
     """
     pair = f"{shlex.quote(draft)} --target {shlex.quote(target)}"
     best = report.search.explanation if report.search is not None else None
-    about_all = [item for item in report.findings if not item.engines and item.level != "run"]
+    about_all = unexplained([item for item in report.findings if not item.engines and item.level != "run"])
     # Without a reading that explains the draft, the only finding of the run level is about low acceptance.
     low = next((item for item in report.findings if item.level == "run"), None) if best is None else None
     if best is not None:
@@ -48,8 +49,8 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
         if best.alternative.only_moves:
             # Every value is right in another place, so a remark that some are lost is refuted.
             seen = [item for item in seen if item.severity != "info"]
-        if not (best.alternative.is_scale or best.alternative.is_neutral):
-            seen = [item for item in seen if item.outcome != "serves"]
+        sizes = _decisive_sizes(seen, best)
+        seen = [item for item in seen if item.outcome != "serves" or item in sizes]
         seen.sort(key=lambda item: item.outcome == "serves")
         return _from_finding(seen[0]) if seen else _from_reading(best, report.findings, f"dflash diagnose {pair}")
     errors = [item for item in about_all if item.severity == "error"]
@@ -61,6 +62,14 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
     if low is not None and is_low:
         return Diagnosis(False, f"no cause found: {low.message}; next: {low.fix}", low.fix, low.id)
     return _nothing(report, f"dflash eval-acceptance {pair} --prompts FILE.jsonl", low)
+
+
+def _decisive_sizes(seen: Sequence[Finding], best: ReadingResult) -> list[Finding]:
+    """The size beside other layers, if it chooses one tensor among parts with equal scales."""
+    sizes = [item for item in seen if item.fact == "size"]
+    if best.alternative.is_neutral:
+        return sizes
+    return sizes if best.alternative.is_scale and len(sizes) == 1 and not sizes[0].also else []
 
 
 def _is_about(finding: Finding, best: ReadingResult) -> bool:

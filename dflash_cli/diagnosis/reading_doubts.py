@@ -37,7 +37,11 @@ MARGIN_OF_SCALE, TRAINABLE_OF_SCALE = 0.2, 0.025
 """The same as MARGIN and TRAINABLE if the best reading scales a part: many scales make up for a part of any fault."""
 
 SAME_PART = 0.8
-"""Another kind of reading of the same part is a rival from this share of the gain in tokens."""
+"""Another kind of reading of the same part is a rival from this share of the gain in tokens, and so is a shorter block.
+"""
+
+MAY_GAIN = 0.4
+"""Share of the gain at few anchors from which a shorter block is compared at many."""
 
 GAIN_OF_SCALE = 1 / 3
 """The gain of a scale as a share of the accepted draft tokens. Smaller values of damaged parts gain up to a fifth,
@@ -75,7 +79,7 @@ class ReadingCase:
 
     def doubt(self) -> str | None:
         """Why the best reading may not be right; None without a reason. The cheapest reasons come first."""
-        checks = (self._of_figures, self._of_rivals, self._of_halves, self._of_more, self._of_training)
+        checks = (self._of_figures, self._of_rivals, self._of_blocks, self._of_halves, self._of_more, self._of_training)
         return next((found for check in checks if (found := check()) is not None), None)
 
     def _of_figures(self) -> str | None:
@@ -92,6 +96,21 @@ class ReadingCase:
         likely = (self._at_many_anchors(item) for item in self.screened if self._rivals(item))
         rival = next((item for item in chain(likely, self.same_parts) if self._rivals(item)), None)
         return None if rival is None else f"{rival.reading} gains as much"
+
+    def _of_blocks(self) -> str | None:
+        """A shorter block also undoes what harms the later rows of a block, such as attention to rows too many.
+
+        Its loss does not compare with the loss of other readings, so accepted tokens decide.
+        """
+        gain = self.best.score.accepted - self.own.accepted
+        for item in self.screened:
+            if item.factor != "block" or self.best.factor == "block":
+                continue
+            if item.score.accepted - self.few.accepted < MAY_GAIN * gain:
+                continue
+            if self.score(item.alternative, True).accepted - self.own.accepted >= SAME_PART * gain:
+                return f"{item.reading} gains as much"
+        return None
 
     def _at_many_anchors(self, item: ReadingResult) -> ReadingResult:
         """The reading with its loss at the anchors of the best reading. Losses at other anchors do not compare."""
@@ -186,7 +205,8 @@ def _together(first: AlternativeReading, second: AlternativeReading, both: Alter
     """Both readings under the names of both. The halves of an exchange are no halves of both."""
     causes = dict.fromkeys((first.cause, second.cause))
     touches = first.touches | second.touches
-    return replace(both, name=f"{first.name}, and {second.name}", cause="; ".join(causes), touches=touches, halves=())
+    name = f"{first.name}, and {second.name}"
+    return replace(both, name=name, cause="; ".join(causes), touches=touches, equal=(), halves=(), shift=0.0)
 
 
 def is_weaker(reading: AlternativeReading) -> bool:

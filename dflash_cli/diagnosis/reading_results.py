@@ -183,9 +183,10 @@ def is_alike(item: ReadingResult, best: ReadingResult) -> bool:
         and not any(item.is_neutral or item.is_scale or item.changes_values or item.halves for item in (one, other))
     ):
         return True
-    # An exchange or a scale of parts, and of the same parts with others beside them.
+    # An exchange, a scale or an offset of parts, and of the same parts with others beside them.
     is_nested = one.touches < other.touches or other.touches < one.touches
-    if is_nested and ((one.halves and other.halves) or (one.is_scale and other.is_scale)):
+    is_shift = one.shift != 0 and one.shift == other.shift
+    if is_nested and ((one.halves and other.halves) or (one.is_scale and other.is_scale) or is_shift):
         return True
     # A part that harms in one layer also harms in all layers together.
     return (

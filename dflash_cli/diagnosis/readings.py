@@ -190,7 +190,8 @@ class Searcher:
             best, counted = longer, [longer]
         if best is not None:
             equal = [item.reading for item in screened if abs(item.score.loss - best.score.loss) < SAME_LOSS]
-            equal = [name for name in equal if name != best.reading][:MAX_EQUAL]
+            equal = [name for name in equal if name not in {best.reading, *best.alternative.equal}][:MAX_EQUAL]
+            equal = [*best.alternative.equal, *equal]
             best = replace(best, doubt=self._case(best, screened, own).doubt(), equal=tuple(equal))
             new = self._new_texts(outputs, best.alternative, is_given=is_given)
             tested = self._tested(best, *new) if new is not None else best

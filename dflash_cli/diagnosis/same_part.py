@@ -11,7 +11,7 @@ from dflash_cli.diagnosis import weight_rewrites as rewrites
 from dflash_cli.diagnosis.alternatives import AlternativeReading, of_weights
 from dflash_cli.diagnosis.reading_results import ReadingResult, by_loss
 from dflash_cli.diagnosis.suspect_parts import FEATURES
-from dflash_cli.diagnosis.value_readings import scaled_part, scaled_parts
+from dflash_cli.diagnosis.value_readings import scaled_parts
 from dflash_cli.diagnosis.weight_looks import is_offset, is_plus_one
 from dflash_cli.diagnosis.weight_orders import GATE
 from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, LAYER_NORMS, NORMS
@@ -102,11 +102,7 @@ def _where(layers: set[int | None]) -> Where:
 
 
 def _scaled(best: AlternativeReading, parts: tuple[str, ...], where: Where, factor: float) -> AlternativeReading:
-    if len(parts) == 1:
-        return of_weights(best.config, scaled_part(parts[0], factor, where))
-    names = ", ".join(map(short, parts))
-    cause = f"the values of {names} are {'negated' if factor < 0 else 'scaled'}"
-    return of_weights(best.config, scaled_parts(f"{names} times {factor:.3g}", cause, parts, factor, where))
+    return of_weights(best.config, scaled_parts(best.config, parts, factor, where))
 
 
 def _values(space: WeightSpace, part: str, where: Where) -> Iterator[WeightReading]:
@@ -122,6 +118,6 @@ def _values(space: WeightSpace, part: str, where: Where) -> Iterator[WeightReadi
             continue
         rewrite = rewrites.change_parts({part: rewrites.shift(amount)}, only(where))
         title = named(f"{name} weights {way}", where)
-        yield WeightReading(title, rewrite, f"{name} weights {cause}", touches, changes_values=True)
+        yield WeightReading(title, rewrite, f"{name} weights {cause}", touches, changes_values=True, shift=amount)
     rewrite = rewrites.change_parts({part: rewrites.flatten}, only(where))
     yield WeightReading(named(f"without {name}", where), rewrite, f"{name} is damaged", touches, is_neutral=True)

@@ -7,9 +7,10 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from dflash_cli.diagnosis import weight_rewrites as rewrites
-from dflash_cli.diagnosis.weight_looks import has_odd_bits, scale_beside_siblings
+from dflash_cli.diagnosis.equal_scales import equal_names, parts_alone, scale_name, scaled_values
+from dflash_cli.diagnosis.weight_looks import has_odd_bits, is_offset, scale_beside_siblings
 from dflash_cli.diagnosis.weight_orders import DOWN, GATE, KEY, OUT, QUERY, UP, VALUE
-from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, LAYER_NORMS, MATRICES, NORMS, Rewrite, part_of
+from dflash_cli.diagnosis.weight_rewrites import ENDS, LAYER_NORMS, MATRICES, NORMS, Rewrite, part_of
 from dflash_cli.diagnosis.weight_space import WeightReading, WeightSpace, Where, named, only, short, spots
 from dflash_cli.rules.themes.unpacked import is_one_sided
 from dflash_runtime.config import DraftConfig
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 FACTORS = (-1.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 
 FAR = (1 / 64, 1 / 16, 16.0, 64.0)
-
-EQUAL_SCALES = ((VALUE, OUT), (UP, DOWN), HEAD_NORMS)
 
 BESIDE = "attention and MLPs have the wrong scale beside each other (v_proj, o_proj, up_proj or down_proj)"
 """Attention of all layers times 2 is nearly the same as MLPs of all layers times a half: a norm follows their sum."""
@@ -67,16 +66,23 @@ def _scales(space: WeightSpace) -> Iterator[WeightReading]:
             if part in BEHIND and layer is None:
                 factors |= _residual_factors(space.config)
             for factor in sorted(factors):
-                yield scaled_part(part, factor, layer)
+                yield scaled_parts(space.config, (part,), factor, layer)
 
 
-def scaled_part(part: str, factor: float, layer: Where) -> WeightReading:
-    """A part times a factor. It also touches the part whose scale has the same effect."""
-    cause = f"the values of {_names_of_equals(part)} are {'negated' if factor == -1 else 'scaled'}"
-    if layer is None and factor > 0 and part in (*EQUAL_SCALES[0], *EQUAL_SCALES[1]):
-        cause = BESIDE
-    found = scaled_parts(f"{short(part)} times {factor:.3g}", cause, (part,), factor, layer)
-    return replace(found, touches=spots(_equals(part), layer))
+def scaled_parts(
+    config: DraftConfig, parts: tuple[str, ...], factor: float, layer: Where, *, name: str = ""
+) -> WeightReading:
+    """Parts times the same factor. It also touches every single part with an equal scale."""
+    is_beside = layer is None and factor > 0 and len(parts) == 1 and parts[0] in {VALUE, OUT, UP, DOWN}
+    return WeightReading(
+        named(f"{name} times {factor:.3g}", layer) if name else scale_name(parts, factor, layer),
+        rewrites.change_parts(dict.fromkeys(parts, rewrites.scale(factor)), only(layer)),
+        BESIDE if is_beside else scaled_values(parts, factor, layer, config),
+        spots(parts_alone(parts, factor, layer, config), layer),
+        is_guess=True,
+        is_scale=True,
+        equal=equal_names(parts, factor, layer, config),
+    )
 
 
 def _residual_factors(config: DraftConfig) -> set[float]:
@@ -94,33 +100,14 @@ def _scales_of_groups(space: WeightSpace) -> Iterator[WeightReading]:
             _residual_factors(space.config) if layer is None else set()
         )
         for factor in sorted(factors):
-            cause = f"the values of {name} are {'negated' if factor == -1 else 'scaled'}"
-            yield scaled_parts(f"{name} times {factor:.3g}", cause, parts, factor, layer)
-
-
-def scaled_parts(title: str, cause: str, parts: tuple[str, ...], factor: float, layer: Where) -> WeightReading:
-    rewrite = rewrites.change_parts(dict.fromkeys(parts, rewrites.scale(factor)), only(layer))
-    return WeightReading(named(title, layer), rewrite, cause, spots(parts, layer), True, is_scale=True)
-
-
-def _equals(part: str) -> tuple[str, ...]:
-    """A part and the part whose scale has the same effect: no run can tell them apart."""
-    return next((pair for pair in EQUAL_SCALES if part in pair), (part,))
-
-
-def _names_of_equals(part: str) -> str:
-    return " or ".join(map(short, _equals(part)))
+            yield scaled_parts(space.config, parts, factor, layer, name=name)
 
 
 def _scaled_elsewhere(space: WeightSpace, part: str, layer: int, factor: float) -> WeightReading:
     """A part times a factor in every other layer. Few layers do not tell which of them were scaled."""
     others = tuple(at for at in range(space.config.num_layers) if at != layer)
-    rewrite = rewrites.change_parts({part: rewrites.scale(factor)}, others)
-    title, cause = (
-        named(f"{short(part)} times {factor:.3g}", others),
-        f"the values of {_names_of_equals(part)} are scaled",
-    )
-    return WeightReading(title, rewrite, cause, spots((part,), others), is_scale=True)
+    found = scaled_parts(space.config, (part,), factor, others)
+    return replace(found, touches=spots((part,), others), is_guess=False)
 
 
 def _sizes_of_siblings(space: WeightSpace) -> Iterator[WeightReading]:
@@ -140,7 +127,10 @@ def _sizes_of_siblings(space: WeightSpace) -> Iterator[WeightReading]:
 
 
 def _folded_norms(space: WeightSpace) -> Iterator[WeightReading]:
-    """The columns of matrices divided by the norm before them: the norm was folded into them, and counts twice."""
+    """The columns of matrices divided by the norm before them: the norm was folded into them, and counts twice.
+
+    A norm around 0 with both signs holds offsets. Nobody folds these, and without them the norm is nearly even.
+    """
     attention = (QUERY, KEY, VALUE)
     groups = {
         "gate_proj and up_proj": {GATE: LAYER_NORMS[1], UP: LAYER_NORMS[1]},
@@ -150,6 +140,9 @@ def _folded_norms(space: WeightSpace) -> Iterator[WeightReading]:
     groups["v_proj, gate_proj and up_proj"] = groups["v_proj"] | groups["gate_proj and up_proj"]
     groups["all matrices behind layer norms"] = groups["q_proj, k_proj and v_proj"] | groups["gate_proj and up_proj"]
     for (name, parts), layer in product(groups.items(), space.layers):
+        norms = set(parts.values())
+        if space.weights and any(is_offset(space.weights, space.config, (norm,), layer) for norm in norms):
+            continue
         title = named(f"{name} divided by the norm before", layer)
         cause = "layer norms are folded into the matrices behind them and kept, so they count twice"
         yield WeightReading(title, _divided(parts, layer), cause, spots(parts, layer), True, changes_values=True)

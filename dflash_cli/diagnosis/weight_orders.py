@@ -1,6 +1,6 @@
 """Regular orders of the rows and columns of a draft's matrices, and of the values of its norms."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING
@@ -17,6 +17,17 @@ SHARDS = (2, 4, 8)
 
 QUERY, KEY, VALUE = QKV
 OUT, GATE, UP, DOWN = "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+
+
+HEADS, INNER = (QUERY, KEY, VALUE, OUT), (GATE, UP, DOWN)
+SHARED_AXES = {"query heads": HEADS, "KV heads": HEADS, "MLP channels": INNER}
+"""Axis -> the matrices that have it. An order of some of them equals the inverse order of the others.
+
+Channels of several matrices are heads and MLP channels together.
+"""
+
+
+CHANNELS = ("input channels", "output channels")
 
 
 def orders(count: int) -> dict[str, Order]:
@@ -60,14 +71,23 @@ def _given(order: tuple[int, ...], _: int) -> "Tensor":
     return torch.tensor(order)
 
 
-def _paired_in(num_heads: int, num_rows: int) -> dict[str, Order]:
-    """The two layouts of rope, for the wrong number of heads."""
+def _paired_in(num_heads: int, own_heads: int, num_rows: int) -> dict[str, Order]:
+    """The two layouts of rope, for the wrong number of heads, and from one layout to the other with both numbers."""
     if num_rows % (2 * num_heads):
         return {}
-    return {
-        f"in pairs of {num_heads} heads": rewrites.in_parts(rewrites.transposed(2), num_heads),
-        f"from pairs of {num_heads} heads": rewrites.in_parts(rewrites.untransposed(2), num_heads),
+    to_pairs, from_pairs = (
+        {count: rewrites.in_parts(layout(2), count) for count in (num_heads, own_heads)}
+        for layout in (rewrites.transposed, rewrites.untransposed)
+    )
+    found = {
+        f"in pairs of {num_heads} heads": to_pairs[num_heads],
+        f"from pairs of {num_heads} heads": from_pairs[num_heads],
     }
+    if num_heads != own_heads:
+        for one, other in ((num_heads, own_heads), (own_heads, num_heads)):
+            name = f"in pairs of {one} heads, then from pairs of {other} heads"
+            found[name] = rewrites.in_turn(to_pairs[one], from_pairs[other])
+    return found
 
 
 def _by_channel(num_heads: int, size: int = 0) -> dict[str, Order]:
@@ -82,7 +102,14 @@ def _by_channel(num_heads: int, size: int = 0) -> dict[str, Order]:
     }
 
 
-def _orders_of_parts(count: int) -> dict[str, Order]:
+def than_in(axis: str, parts: Collection[str]) -> str:
+    """The matrices that share an axis with parts: those in the inverse order have the same effect."""
+    sharing = SHARED_AXES.get(axis, (*HEADS, *INNER) if axis in CHANNELS and len(parts) > 1 else ())
+    others = [part for part in sharing if part not in parts]
+    return f" than in {' and '.join(part.rpartition('.')[2] for part in others)}" if others else ""
+
+
+def orders_of_parts(count: int) -> dict[str, Order]:
     """Every order of four equal parts, and exchanges of two of eight neighbouring parts."""
     orders = {order: 4 for order in sorted(permutations(range(4)))[1:]} if count % 4 == 0 else {}
     if count % 8 == 0:
@@ -111,8 +138,8 @@ def axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, O
     yield "dimensions of heads", {QUERY: 0, KEY: 0}, inside
     yield "dimensions of heads", {QUERY: 0}, inside
     yield "dimensions of heads", {KEY: 0}, inside
-    yield "dimensions of heads", {KEY: 0}, _paired_in(heads, keys * size)
-    yield "dimensions of heads", {QUERY: 0}, _paired_in(keys, heads * size)
+    yield "dimensions of heads", {KEY: 0}, _paired_in(heads, keys, keys * size)
+    yield "dimensions of heads", {QUERY: 0}, _paired_in(keys, heads, heads * size)
     yield "dimensions of heads", {VALUE: 0}, inside
     yield "dimensions of heads", {OUT: 1}, inside
     for part, dim in ((QUERY, 0), (KEY, 0), (VALUE, 0), (OUT, 1)):
@@ -132,6 +159,6 @@ def axes(config: DraftConfig) -> Iterator[tuple[str, dict[str, int], dict[str, O
         yield "input channels", {part: 1}, hidden
     for part in (OUT, DOWN, "fc"):
         yield "output channels", {part: 0}, hidden
-    yield "output channels", {"fc": 0}, _orders_of_parts(config.hidden_size)
+    yield "output channels", {"fc": 0}, orders_of_parts(config.hidden_size)
     for norm in (*HEAD_NORMS, *LAYER_NORMS, "hidden_norm", "norm"):
         yield "values", {norm: 0}, {"in reverse": rewrites.reverse, "with halves exchanged": rewrites.exchange_halves}

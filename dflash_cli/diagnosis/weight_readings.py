@@ -12,7 +12,7 @@ from dflash_cli.diagnosis import weight_rewrites as rewrites
 from dflash_cli.diagnosis.feature_readings import feature_readings
 from dflash_cli.diagnosis.value_readings import value_readings
 from dflash_cli.diagnosis.weight_looks import is_offset, is_plus_one
-from dflash_cli.diagnosis.weight_orders import DOWN, GATE, KEY, OUT, QUERY, SHARDS, UP, VALUE, axes
+from dflash_cli.diagnosis.weight_orders import DOWN, GATE, KEY, OUT, QUERY, SHARDS, UP, VALUE, axes, than_in
 from dflash_cli.diagnosis.weight_rewrites import (
     ENDS,
     HEAD_NORMS,
@@ -58,7 +58,10 @@ def probes(space: WeightSpace) -> Iterator[WeightReading]:
 
 
 def _norm_offsets(space: WeightSpace) -> Iterator[WeightReading]:
-    """Norms that hold w - 1 or 1 + w, as far as their values allow it."""
+    """Norms that hold w - 1 or 1 + w, as far as their values allow it.
+
+    Values around 0 with both signs are rare, so such norms need not be suspect: the draft may miss them.
+    """
     groups = {
         "every norm": NORMS, "head norm": HEAD_NORMS, "layer norm": LAYER_NORMS,
         **{short(part): (part,) for part in NORMS},
@@ -77,7 +80,8 @@ def _norm_offsets(space: WeightSpace) -> Iterator[WeightReading]:
                 rewrite = rewrites.change_parts(dict.fromkeys(chosen, rewrites.shift(amount)), only(layer))
                 name, cause = named(f"{group} weights {what[0]}", layer), f"{group} weights {what[1]}"
                 touches = spots(chosen, layer)
-                yield WeightReading(name, rewrite, cause, touches, layer is not None, changes_values=True)
+                guessed = layer is not None and not (space.weights and allows is is_offset)
+                yield WeightReading(name, rewrite, cause, touches, guessed, changes_values=True, shift=amount)
 
 
 def _exchanges(space: WeightSpace) -> Iterator[WeightReading]:
@@ -93,6 +97,9 @@ def _exchanges(space: WeightSpace) -> Iterator[WeightReading]:
             name = named(f"{short(first)} and {short(second)} exchanged", layer)
             cause = f"{short(first)} and {short(second)} are exchanged"
             yield _exchanged(name, cause, [((first, layer), (second, layer))], is_guess=layer is not None)
+        name, cause = "k_proj and v_proj, and gate_proj and up_proj, exchanged", "parts of fused matrices are exchanged"
+        both: list[tuple[Spot, Spot]] = [((KEY, layer), (VALUE, layer)), ((GATE, layer), (UP, layer))]
+        yield _exchanged(named(name, layer), cause, both, is_guess=layer is not None)
     ends: list[tuple[str, int | None]] = [("hidden_norm", None), ("norm", None)]
     norms: list[tuple[str, int | None]] = [(part, layer) for part in LAYER_NORMS for layer in space.layers[1:]]
     for one, other in [(ends[0], ends[1]), *((end, norm) for end in ends for norm in norms)]:
@@ -196,7 +203,7 @@ def _reordered(space: WeightSpace) -> Iterator[WeightReading]:
                 changes = {part: rewrites.along(dim, order) for part, dim in parts.items()}
                 rewrite = rewrites.change_parts(changes, only(layer))
                 title = named(f"{axis} of {where} {name}", layer)
-                cause = f"the {axis} of {where} are in another order"
+                cause = f"the {axis} of {where} are in another order{than_in(axis, parts)}"
                 yield WeightReading(title, rewrite, cause, spots(parts, layer), True)
 
 

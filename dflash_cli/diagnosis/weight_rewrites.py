@@ -248,6 +248,11 @@ def first_items(order: Order, num_items: int) -> Order:
     return lambda count: torch.cat((order(num_items), _arange(count)[num_items:]))
 
 
+def in_turn(first: Order, second: Order) -> Order:
+    """Items in one order, then in another."""
+    return lambda count: first(count)[second(count)]
+
+
 def in_parts(order: Order, num_parts: int) -> Order:
     """Equal parts, each in another order."""
     return lambda count: in_heads(order, count // num_parts)(count)

@@ -29,6 +29,8 @@ class WeightReading:
     is_neutral   it leaves a part out: a damaged part harms more than a missing one, but nothing is restored
     is_scale     it multiplies a part by a factor
     changes_values   it changes values in another way than by a factor: offsets, bits, zero points
+    shift        the amount that it adds to norms
+    equal        names of readings that equal it by the algebra of the network
     halves       the halves of an exchange. Each of them accepts less than the exchange, if the parts are exchanged.
     """
 
@@ -40,6 +42,8 @@ class WeightReading:
     is_neutral: bool = False
     is_scale: bool = False
     changes_values: bool = False
+    shift: float = 0.0
+    equal: tuple[str, ...] = ()
     halves: tuple[Rewrite, ...] = ()
 
 

@@ -67,6 +67,12 @@ GENERIC_WORDS = {
     "engine": "ENGINE",
 }
 
+Fact = Literal[
+    "zeros", "unused tap", "copy", "one value", "offsets", "zero lines", "few values", "small lines", "outlier", "size",
+    "noise", "clipped", "repeated lines", "one sign", "format", "grid", "many zeros",
+]  # fmt: skip
+"""The fact about a tensor that a look states."""
+
 MAX_FINDINGS = 50
 """The most findings of one rule that a report lists."""
 
@@ -82,6 +88,8 @@ class Traits:
     stage               when the rule runs
     stops_runtime       an error also stops the runtime of dflash, like an error that stops every engine
     serve_flag          a need that the serve command must meet; each engine knows the option
+    fact                the fact about a tensor that the rule states
+    follows_from        facts from which its own fact follows. `diagnose` then names the other rule, not this one.
     is_about_training   the rule doubts how the draft was trained, so a copy with another config repairs nothing
     """
 
@@ -90,6 +98,8 @@ class Traits:
     stops_runtime: Annotated[bool, HIDDEN] = False
     serve_flag: Annotated[str | None, HIDDEN] = None
     is_about_training: Annotated[bool, HIDDEN] = False
+    fact: Annotated[Fact | None, HIDDEN] = None
+    follows_from: Annotated[tuple[Fact, ...], HIDDEN] = ()
 
 
 @dataclass(frozen=True, slots=True)

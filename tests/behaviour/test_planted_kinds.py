@@ -13,9 +13,12 @@ from typing import Any
 
 import plant_kinds
 import pytest
+import torch
 from planted_faults.kind_table import render, word_of
 from planted_faults.kinds import Kind, kinds
+from safetensors.torch import load_file
 
+from dflash_cli.checkpoints.references import Role
 from dflash_cli.diagnosis import readings
 from dflash_cli.diagnosis.alternatives import alternative_readings
 from dflash_cli.diagnosis.reading_runner import ReadingRunner
@@ -85,6 +88,18 @@ def diagnosed(kind: Any, strength: str, factor: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(plant_kinds, "BUDGET", replace(plant_kinds.BUDGET, factors=frozenset({factor})))
     plant_kinds.plant(kind, "windowed", strength, tmp_path / "draft")
     return plant_kinds.diagnose(tmp_path / "draft", "windowed")[1]
+
+
+def test_integers_of_a_draft_stay_as_they_are(tmp_path: Path) -> None:
+    """The map of a reduced vocabulary reaches the fault as it is stored, and the file too."""
+    seen = {}
+    kind = Kind("", lambda _, tensors, __: seen.update(tensors), "")
+    plant_kinds.plant(kind, "reduced", "mild", tmp_path / "draft")
+    written = load_file(tmp_path / "draft" / "model.safetensors")
+    stored = load_file(plant_kinds.directory("reduced", Role.DRAFT) / "model.safetensors")
+    for name in ("d2t", "t2d"):
+        assert seen[name].dtype == written[name].dtype == stored[name].dtype
+        assert torch.equal(written[name], stored[name])
 
 
 def test_a_cell_that_takes_too_long_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

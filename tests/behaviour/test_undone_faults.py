@@ -82,6 +82,49 @@ def test_a_reading_restores_the_draft(kind: Kind, strength: Any) -> None:
         assert undoing(kind, strength, family)
 
 
+def test_the_wrong_number_of_heads_in_the_way_back_from_pairs_is_undone() -> None:
+    """k_proj was brought from interleaved pairs to halves with the number of query heads."""
+
+    def plant(_: Any, tensors: dict[str, Tensor], __: Any) -> None:
+        config = sound("hybrid")[2]
+        name = "layers.1.self_attn.k_proj.weight"
+        rows = torch.arange(config.num_kv_heads * config.head_dim)
+        pairs = rows.view(config.num_kv_heads, 2, -1).transpose(1, 2).flatten()
+        halves = rows.view(config.num_heads, -1, 2).transpose(1, 2).flatten()
+        tensors[name] = tensors[name][pairs][halves]
+
+    assert undoing(Kind("", plant, ""), "mild", "hybrid")
+
+
+@pytest.mark.parametrize("strength", STRENGTHS)
+def test_parts_of_both_fused_matrices_are_exchanged_back(strength: Any) -> None:
+    def plant(_: Any, tensors: dict[str, Tensor], strength: Any) -> None:
+        for layer in range(3) if strength == "strong" else (1,):
+            for one, other in (("self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
+                first, second = (f"layers.{layer}.{part}_proj.weight" for part in (one, other))
+                tensors[first], tensors[second] = tensors[second], tensors[first]
+
+    assert any("k_proj and v_proj, and" in name for name in undoing(Kind("", plant, ""), strength, "windowed"))
+
+
+def test_an_offset_of_one_layer_is_tried_although_no_probe_makes_it_suspect() -> None:
+    _, tensors, config = sound("windowed")
+    names = [f"layers.1.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")]
+    space = WeightSpace(config, stacked({**tensors, **{name: tensors[name] - 1 for name in names}}, config))
+    tried = [item for item in weight_readings(space) if item.shift == 1.0 and not item.is_guess]
+    assert "layer norm weights read as 1 + w in layer 1" in {item.name for item in tried}
+
+
+def test_an_offset_norm_is_not_read_as_folded() -> None:
+    """Gate and up divided by a norm around 0 make the norm even, which gains as much as the offset."""
+    _, tensors, config = sound("windowed")
+    name = "layers.1.post_attention_layernorm.weight"
+    for norm, is_tried in ((tensors[name], True), (tensors[name] - tensors[name].mean(), False)):
+        space = WeightSpace(config, stacked({**tensors, name: norm}, config))
+        names = {reading.name for reading in weight_readings(space)}
+        assert ("gate_proj and up_proj divided by the norm before in layer 1" in names) is is_tried
+
+
 def test_there_are_enough_kinds_in_two_strengths_and_three_families() -> None:
     found = list(kinds())
     assert len({kind.name for kind in found}) == len(found) >= 120

@@ -46,7 +46,8 @@ def dflash2_readings(space: ReadingSpace) -> Iterator[AlternativeReading]:
 
 
 def _selector(space: ReadingSpace) -> Iterator[AlternativeReading]:
-    yield from table_readings(space, "selector", PREDECESSORS, SUCCESSORS)
+    factors = ("predecessor_codebook", "hidden_projection")
+    yield from table_readings(space, "selector", PREDECESSORS, SUCCESSORS, factors=factors)
     yield without_table(space, "selector", "the selector", SUCCESSORS)
     cause = "the values of hidden_projection are in another order"
     changes = {

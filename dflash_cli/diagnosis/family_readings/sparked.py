@@ -55,7 +55,8 @@ def dspark_readings(space: ReadingSpace) -> Iterator[AlternativeReading]:
         cause = "the draft was trained with a vanilla Markov head"
         yield changed(space, "markov", "a vanilla Markov head", cause, markov=vanilla)
     if space.weights:
-        yield from table_readings(space, "markov", BEFORE, AFTER)
+        factors = ("markov_w1",) if config.markov.head_type == "vanilla" else ()
+        yield from table_readings(space, "markov", BEFORE, AFTER, factors=factors)
         yield without_table(space, "markov", "the Markov head", AFTER)
         yield from _inner(space)
 

@@ -6,8 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dflash_cli.diagnosis import weight_rewrites as rewrites
-from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, changed
+from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, changed, with_equal_scales
+from dflash_cli.diagnosis.equal_scales import EMBEDDING, LOGITS
 from dflash_cli.diagnosis.run_level import reading_rule
+from dflash_cli.diagnosis.weight_orders import orders, orders_of_parts
 from dflash_cli.diagnosis.weight_rewrites import Change, Rewrite
 from dflash_cli.rules.subject import Subject
 
@@ -18,6 +20,7 @@ FACTORS = (-1.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 NUMS_CANDIDATES = (16, 8, 32, 4, 64, 50, 128, 2, 1)
 """Numbers of candidates, usual ones first."""
 
+USUAL_ORDERS = ("in reverse", "with halves exchanged")
 CAPS = (30.0, 50.0, 15.0)
 """Caps of logits that published targets use."""
 
@@ -42,8 +45,13 @@ def reading_of_tensors(
     )  # fmt: skip
 
 
-def table_readings(space: ReadingSpace, factor: str, first: str, second: str) -> Iterator[AlternativeReading]:
-    """Tables of predecessors (`first`) and successors exchanged, with other rows, other columns or another scale."""
+def table_readings(
+    space: ReadingSpace, factor: str, first: str, second: str, *, factors: tuple[str, ...] = ()
+) -> Iterator[AlternativeReading]:
+    """Tables of predecessors (`first`) and successors exchanged, with other rows, other columns or another scale.
+
+    `factors` are the names of parts that the scores are multiplied with like `second`: their scale has the same effect.
+    """
     names = {
         name: name.rpartition(".")[2] if not name.endswith(".weight") else name.split(".")[-2]
         for name in (first, second)
@@ -68,14 +76,19 @@ def table_readings(space: ReadingSpace, factor: str, first: str, second: str) ->
                                   rewrites.along(0, partial(rewrites.roll, steps)))  # fmt: skip
         yield _changed_tables(space, factor, f"{name} read by columns", f"the values of {name} are stored by columns",
                               tensors, rewrites.by_column)  # fmt: skip
-    cause = f"the columns of {names[first]} or {names[second]} are in another order"
-    for order, how in ((rewrites.reverse, "in reverse"), (rewrites.exchange_halves, "with halves exchanged")):
-        title = f"columns of {names[second]} {how}"
-        yield _changed_tables(space, factor, title, cause, (second,), rewrites.along(1, order))
-    cause = f"the values of {names[first]} or {names[second]} are scaled or negated"
+    others = dict.fromkeys((names[first], *factors))
+    cause = f"the columns of {names[second]} are in another order than in {' and '.join(others)}"
+    rank = space.weights[second].shape[1] if space.weights else 1
+    for how, order in (orders(rank) | orders_of_parts(rank)).items():
+        reading = _changed_tables(
+            space, factor, f"columns of {names[second]} {how}", cause, (second,), rewrites.along(1, order)
+        )
+        yield replace(reading, is_guess=how not in USUAL_ORDERS)
+    cause = f"the values of {' or '.join((*factors, names[second]))} are scaled or negated"
     for scale in FACTORS:
         title = f"{names[second]} times {scale:.3g}"
-        yield _changed_tables(space, factor, title, cause, (second,), rewrites.scale(scale), is_scale=scale != -1)
+        reading = _changed_tables(space, factor, title, cause, (second,), rewrites.scale(scale), is_scale=scale != -1)
+        yield replace(reading, equal=tuple(f"{name} times {scale:.3g}" for name in factors))
 
 
 def without_table(space: ReadingSpace, factor: str, name: str, table: str) -> AlternativeReading:
@@ -104,7 +117,8 @@ def scale_readings(space: ReadingSpace) -> Iterator[AlternativeReading]:
     if config.output_multiplier * config.logit_scale != 1:
         yield changed(space, "scale", "logits as they are", cause, output_multiplier=1.0, logit_scale=1.0)
     for value in sorted(usual - {config.output_multiplier}):
-        yield changed(space, "scale", f"output_multiplier {value:.4g}", cause, output_multiplier=value)
+        reading = changed(space, "scale", f"output_multiplier {value:.4g}", cause, output_multiplier=value)
+        yield with_equal_scales(reading, LOGITS, value / config.output_multiplier)
     for cap in (None, *CAPS):
         name = "no cap of the logits" if cap is None else f"final_logit_softcapping {cap:g}"
         yield changed(space, "scale", name, "the cap of the logits differs from training", final_logit_softcapping=cap)
@@ -115,7 +129,8 @@ def embedding_readings(space: ReadingSpace) -> Iterator[AlternativeReading]:
     config, cause = space.config, "the draft was trained on embeddings of another scale"
     for value in (1.0, config.hidden_size**0.5, config.hidden_size**-0.5):
         if not config.has_own_width:
-            yield changed(space, "embedding", f"embeddings times {value:.4g}", cause, input_embedding_scale=value)
+            reading = changed(space, "embedding", f"embeddings times {value:.4g}", cause, input_embedding_scale=value)
+            yield with_equal_scales(reading, EMBEDDING, config.input_embedding_scale / value)
 
 
 def candidate_readings(space: ReadingSpace, part: str) -> Iterator[AlternativeReading]:

@@ -48,10 +48,12 @@ Measure = Callable[["torch.Tensor"], float]
 @check_weights(
     "N34",
     "info",
-    effect="a part of the matrix does nothing, if its values were lost",
+    effect="a part of the matrix does nearly nothing",
     fix=FIX_REEXPORT_WEIGHTS,
     source="copying faults in exporters; heads and channels that were pruned or masked",
     outcome="drops",
+    fact="small lines",
+    follows_from=("zeros", "one value", "zero lines", "few values", "grid"),
 )
 def rows_are_alike(subject: Subject) -> Iterator[Problem]:
     """Few rows and columns of a matrix are nearly zero, or its siblings have as many.
@@ -75,10 +77,12 @@ def rows_are_alike(subject: Subject) -> Iterator[Problem]:
 @check_weights(
     "N35",
     "info",
-    effect="one channel of the norm outweighs all others, if the value is damaged",
+    effect="one channel of the norm outweighs all others",
     fix=FIX_REEXPORT_WEIGHTS,
     source="damaged exports",
     outcome="drops",
+    fact="outlier",
+    follows_from=("offsets",),
 )
 def norms_have_no_outlier(subject: Subject) -> Iterator[Problem]:
     """No value of a norm is far larger than its other values, unless its siblings have such values."""
@@ -98,6 +102,8 @@ def norms_have_no_outlier(subject: Subject) -> Iterator[Problem]:
     effect="the layer counts too much or too little, if the tensor was scaled",
     fix=FIX_REEXPORT_WEIGHTS,
     source="exporters that fold scales into weights, or fold them twice",
+    fact="size",
+    follows_from=("zeros", "one value", "offsets", "clipped", "one sign", "format", "grid"),
 )
 def sizes_are_alike(subject: Subject) -> Iterator[Problem]:
     """No tensor is several times larger or smaller than the same tensor of all other layers.
@@ -119,10 +125,12 @@ def sizes_are_alike(subject: Subject) -> Iterator[Problem]:
 @check_weights(
     "N37",
     "info",
-    effect="the matrix is noise: it was never trained, its values were damaged, or they are another tensor's",
+    effect="the matrix is like noise: it was never trained, or its values were lost, mixed or replaced",
     fix=FIX_REEXPORT_WEIGHTS,
     source="Marchenko and Pastur 1967: the singular values of random matrices",
     outcome="drops",
+    fact="noise",
+    follows_from=("zeros", "one value", "copy", "grid"),
 )
 def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
     """The largest singular value of a matrix exceeds that of noise, unless that of a sibling does not."""
@@ -148,10 +156,12 @@ def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
 @check_weights(
     "N38",
     "info",
-    effect="large values were cut off, so the matrix lost a part of its effect",
+    effect="large values were cut off or rounded to one size, so the matrix lost a part of its effect",
     fix=FIX_REEXPORT_WEIGHTS,
     source="exports that clip values to the range of a smaller number format",
     outcome="drops",
+    fact="clipped",
+    follows_from=("one value", "few values", "format", "grid"),
 )
 def values_are_not_clipped(subject: Subject) -> Iterator[Problem]:
     """Few values of a matrix are equal to its largest value, by size.
@@ -173,13 +183,15 @@ def values_are_not_clipped(subject: Subject) -> Iterator[Problem]:
 @check_weights(
     "N39",
     "info",
-    effect="a part of the matrix was lost, if another part was written in its place",
+    effect="the repeated lines add nothing of their own: one was written over another, or both are their mean",
     fix=FIX_REEXPORT_WEIGHTS,
-    source="exporters that write one shard of tensor parallelism twice, or prune weights",
+    source="exporters that write one shard of tensor parallelism twice; averages of permuted heads",
     outcome="drops",
+    fact="repeated lines",
+    follows_from=("zeros", "one value", "unused tap", "grid"),
 )
-def values_differ(subject: Subject) -> Iterator[Problem]:
-    """Few rows and columns of a matrix occur twice, and few of its values are zero."""
+def lines_differ(subject: Subject) -> Iterator[Problem]:
+    """Few rows and columns of a matrix occur twice."""
     for kind, dim in (("rows", 0), ("columns", 1)):
 
         def repeated(matrix: "torch.Tensor", dim: int = dim) -> float:
@@ -193,6 +205,20 @@ def values_differ(subject: Subject) -> Iterator[Problem]:
             is_usual = bool(others) and median(others) >= own and (kind == "columns" or _may_repeat(name))
             if own >= SMALL_SHARE and not is_usual:
                 yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the {kind} repeat another")
+
+
+@check_weights(
+    "N43",
+    "info",
+    effect="the matrix lost a part of its effect, unless it was trained with these zeros",
+    fix=FIX_REEXPORT_WEIGHTS,
+    source="tools that prune weights, and copies that lack a part",
+    outcome="drops",
+    fact="many zeros",
+    follows_from=("zeros", "unused tap", "zero lines", "few values", "grid"),
+)
+def few_values_are_zero(subject: Subject) -> Iterator[Problem]:
+    """Few values of a matrix are zero."""
     for name, own, _ in _beside(subject, lambda matrix: float((matrix == 0).float().mean()), dim=2):
         if own >= SMALL_SHARE:
             yield Problem(f"{WEIGHTS}:{name}", f"{own:.0%} of the values are zero")

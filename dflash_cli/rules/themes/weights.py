@@ -33,6 +33,7 @@ HEADROOM = 1 / 8
     source="vllm-project/vllm#55294; speculators 0.9 NaN initialisation",
     outcome="drops",
     stops_runtime=True,
+    fact="zeros",
 )
 def values_are_sane(subject: Subject) -> Iterator[Problem]:
     """Weights are finite, no tensor is all zeros, and no norm weight is near zero."""
@@ -64,6 +65,8 @@ def values_are_sane(subject: Subject) -> Iterator[Problem]:
     effect="the tapped layer has no effect, although engines capture its output",
     fix="export the draft again, or test neighbouring layers: dflash validate {draft} --target {target} --level run",
     source="speculators converter slices fc by taps",
+    fact="unused tap",
+    follows_from=("zeros",),
 )
 def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
     """For every tapped layer, fc.weight has a column that is not all zero."""
@@ -78,10 +81,12 @@ def every_tap_is_used(subject: Subject) -> Iterator[Problem]:
 @check_weights(
     "N17",
     "warning",
-    effect="one layer was written twice, or never trained",
+    effect="one of the layers lacks values of its own",
     fix=FIX_REEXPORT_WEIGHTS,
     source="copying faults in exporters",
     outcome="drops",
+    fact="copy",
+    follows_from=("zeros", "one value"),
 )
 def layers_differ(subject: Subject) -> Iterator[Problem]:
     """No two layers have the same matrix, bit for bit."""
@@ -117,6 +122,7 @@ def values_fit_float16(subject: Subject) -> Iterator[Problem]:
     fix=FIX_REEXPORT_WEIGHTS,
     source="initial values of torch.nn modules",
     outcome="drops",
+    fact="one value",
 )
 def values_vary(subject: Subject) -> Iterator[Problem]:
     """The values of every tensor vary.
@@ -135,6 +141,7 @@ def values_vary(subject: Subject) -> Iterator[Problem]:
     fix="add 1 to the weights of all norms when you export, then check it: dflash validate {draft} --level weights",
     source="huggingface/transformers Gemma norms multiply by 1 + w; this layout multiplies by w",
     outcome="drops",
+    fact="offsets",
 )
 def norms_are_not_offsets(subject: Subject) -> Iterator[Problem]:
     """Norm weights are factors, not offsets from 1.
@@ -149,16 +156,18 @@ def norms_are_not_offsets(subject: Subject) -> Iterator[Problem]:
     ]
     if shifted and 3 * len(shifted) >= len(norms):
         message = f"values around 0 with both signs in {len(shifted)} of {len(norms)} norms, so probably offsets from 1"
-        yield Problem(f"{WEIGHTS}:{shifted[0]}", message)
+        yield Problem(f"{WEIGHTS}:{shifted[0]}", message, also=tuple(f"{WEIGHTS}:{name}" for name in shifted[1:]))
 
 
 @check_weights(
     "N32",
     "warning",
-    effect="a part of the matrix does nothing: its values were lost, or the matrix was cut to another size",
+    effect="a part of the matrix does nothing: its values were lost, pruned or rounded to zero",
     fix=FIX_REEXPORT_WEIGHTS,
     source="copying faults in exporters; speculators converter slices fc by taps",
     outcome="drops",
+    fact="zero lines",
+    follows_from=("grid",),
 )
 def matrices_are_whole(subject: Subject) -> Iterator[Problem]:
     """In every matrix, less than an eighth of the rows and of the columns are all zero.
@@ -181,6 +190,7 @@ def matrices_are_whole(subject: Subject) -> Iterator[Problem]:
     effect="the weights were once stored in 8 bits, and the lost precision does not come back",
     fix="export again from the weights of training, then check it: dflash validate {draft} --level weights",
     source="sgl-project/sglang#39087 (a quantised draft accepts less)",
+    fact="few values",
 )
 def values_have_their_precision(subject: Subject) -> Iterator[Problem]:
     """Matrices hold more distinct values than 8 bits can, and float32 matrices use their low bits.
@@ -189,17 +199,15 @@ def values_have_their_precision(subject: Subject) -> Iterator[Problem]:
     """
     import torch
 
-    low, wide = [], []
+    wide = []
     for name, tensor in _floats(subject, dim=2):
         if tensor.numel() < MIN_VALUES or not bool(tensor.any()):
             continue
         sample = tensor.flatten()[:: max(1, tensor.numel() // (8 * MIN_VALUES))]
         if len(sample.float().abs().unique()) <= DISTINCT_8_BITS:
-            low.append(name)
+            yield Problem(f"{WEIGHTS}:{name}", f"at most {DISTINCT_8_BITS} absolute values")
         elif tensor.dtype == torch.float32 and not bool((sample.contiguous().view(torch.int32) & 0xFFFF).any()):
             wide.append(name)
-    if low:
-        yield Problem(f"{WEIGHTS}:{low[0]}", f"at most {DISTINCT_8_BITS} absolute values in {len(low)} matrices")
     if wide:
         yield Problem(
             f"{WEIGHTS}:{wide[0]}",

@@ -236,6 +236,8 @@ def report_of_search(search: ReadingSearch, *findings: Finding) -> RunReport:
 
 def finding(rule: str, location: str, **changes: Any) -> Finding:
     severity: Any = changes.pop("severity", "info")
+    of_rule = next(item for item in all_rules() if item.id == rule)
+    changes |= {"fact": of_rule.fact, "follows_from": of_rule.follows_from}
     return Finding(rule, severity, location, "a message", level="weights", outcome="drops", **changes)
 
 
@@ -277,6 +279,52 @@ def test_an_order_is_named_before_a_size_beside_other_layers() -> None:
         assert diagnose_report(report, draft="d", target="t").rule == rule
 
 
+def test_a_size_is_the_cause_of_a_scale_if_it_chooses_one_tensor() -> None:
+    """The reading is named beside few values (N33), and beside two sizes, which choose no part."""
+    spots = frozenset({("mlp.up_proj", 1), ("mlp.down_proj", 1)})
+    best = result(3.1, 5.2, 1.5, "weights", touches=spots, is_scale=True)
+    up, down = (f"model.safetensors:layers.1.mlp.{part}_proj.weight" for part in ("up", "down"))
+    for rule, also, named in (("N36", (), "N36"), ("N36", (down,), None), ("N33", (), None)):
+        item = replace(finding(rule, up, also=also), outcome="serves")
+        report = report_of_search(ReadingSearch(16, 1000, 3.1, (best,), 60), item)
+        assert diagnose_report(report, draft="d", target="t").rule == named
+
+
+def test_a_look_that_another_look_explains_is_no_cause() -> None:
+    """Rounding (N42) leaves rows of one sign (N40) in its own matrices only."""
+    low = [replace(finding("R06", "config.json", severity="error"), level="run")]
+    search = ReadingSearch(16, 1000, 1.1, (), 60)
+    up, down = (f"model.safetensors:layers.1.mlp.{part}_proj.weight" for part in ("up", "down"))
+    for coarse, rule, place in (((down, up), "N42", down), ((down,), "N40", up)):
+        found = [finding("N40", up), finding("N42", coarse[0], also=coarse[1:]), *low]
+        diagnosis = diagnose_report(report_of_search(search, *found), draft="d", target="t")
+        assert diagnosis.rule == rule
+        assert diagnosis.sentence.startswith(place)
+    spread = [finding("N40", down, also=(up,)), finding("N42", down), *low]
+    assert diagnose_report(report_of_search(search, *spread), draft="d", target="t").sentence.startswith(up)
+
+
+def test_a_look_without_another_cause_names_none() -> None:
+    """The few values (N33) cost nothing by themselves, and the zeros (N43) follow from them."""
+    low = replace(finding("R06", "config.json", severity="error"), level="run")
+    place = "model.safetensors:layers.1.mlp.up_proj.weight"
+    found = [finding("N43", place), replace(finding("N33", place), outcome="serves"), low]
+    search = ReadingSearch(16, 1000, 1.1, (), 60)
+    assert diagnose_report(report_of_search(search, *found), draft="d", target="t").has_cause is False
+    assert diagnose_report(report_of_search(search, found[0], low), draft="d", target="t").rule == "N43"
+
+
+def test_looks_explain_others_in_one_direction() -> None:
+    """No two looks explain each other, so that one of them always remains."""
+    left = {rule.fact: {*rule.follows_from} for rule in all_rules() if rule.fact is not None}
+    assert {item for found in left.values() for item in found} <= left.keys()
+    assert len(left) == sum(rule.fact is not None for rule in all_rules())
+    while left:
+        ends = [item for item, explaining in left.items() if not explaining & left.keys()]
+        assert ends
+        left = {item: explaining for item, explaining in left.items() if item not in ends}
+
+
 def case_of(best: ReadingResult, losses: dict[str, float], *screened: ReadingResult) -> ReadingCase:
     """The doubts about a reading. `losses` are those of readings by name; 4.0 as configured."""
 
@@ -309,6 +357,20 @@ def test_another_kind_of_reading_of_the_same_part_is_a_rival() -> None:
         scale = of_part("scale", 3.0, gain, is_scale=True)
         doubt = replace(case_of(offset, {"": 2.0}), same_parts=(scale,)).doubt()
         assert (doubt is not None) == is_doubted
+
+
+def test_a_shorter_block_that_accepts_nearly_as_much_is_a_rival() -> None:
+    """Causal attention hides the rows that a block has too many. A reading of the block itself has no such rival."""
+    causal = in_config(5.0, 2.0, mask_token_id=7)
+    for accepted, factor, is_doubted in ((4.7, "block", True), (4.3, "block", False), (4.7, "mask_token_id", False)):
+        block = result(3.0, accepted, 1.0, factor)
+        block = replace(block, score=Score(accepted, accepted, 3.5))
+
+        def score(reading: AlternativeReading, _: bool, block: ReadingResult = block) -> Score:
+            return block.score if reading is block.alternative else Score(5.0, 4.0, 2.0)
+
+        case = replace(case_of(causal, {}, causal, block), score=score)
+        assert (case.doubt() is not None) == is_doubted
 
 
 def test_a_rival_is_compared_at_the_anchors_of_the_best_reading() -> None:
@@ -349,6 +411,14 @@ def test_an_offset_is_no_order_of_the_same_part() -> None:
     assert (is_alike(order, offset), is_alike(order, other)) == (False, True)
     ordered, late, later = (result(3.0, 5.0, 1.0, "taps", cause=cause) for cause in (ORDERED_TAPS, "late", "later"))
     assert (is_alike(late, ordered), is_alike(ordered, late), is_alike(late, later)) == (False, False, True)
+
+
+def test_an_offset_of_more_norms_is_the_same_cause() -> None:
+    one = of_part("two norms", 1.0, 4.0, changes_values=True, shift=1.0)
+    touches = one.alternative.touches | {("norm", None)}
+    for shift, alike in ((1.0, True), (-1.0, False)):
+        more = replace(one.alternative, touches=touches, cause="every norm", shift=shift)
+        assert is_alike(replace(one, alternative=more), one) is alike
 
 
 def test_contested_parts_of_a_reading() -> None:

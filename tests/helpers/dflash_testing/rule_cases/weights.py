@@ -63,7 +63,7 @@ CASES = [
         tensors=edit(DOWN.partition(":")[2], lambda item: np.concatenate([item[:8], item[:8]])),
     ),
     Case(
-        rule="N39", at=DOWN, names=("25%", "zero"), severity="info", level="weights",
+        rule="N43", at=DOWN, names=("25%", "zero"), severity="info", level="weights",
         tensors=edit(DOWN.partition(":")[2], lambda item: item * (np.arange(24) % 4 != 0).astype("f4")),
     ),
     Case(
