@@ -72,7 +72,8 @@ class ConversionRequest(ForceOptions, ReadingOptions):
         Option(metavar="NAME", group=ESSENTIALS, help="Name to store for the target. Default: its hub id."),
     ] = None
     dry_run: Annotated[
-        bool, Option(group=ESSENTIALS, is_setting=False, help="Show what would be done, and write nothing.")
+        bool,
+        Option(is_per_run=True, group=ESSENTIALS, is_setting=False, help="Show what would be done, and write nothing."),
     ] = False
     verify: Annotated[
         Verification,
@@ -84,7 +85,11 @@ class ConversionRequest(ForceOptions, ReadingOptions):
     ] = "roundtrip"
     allow_lossy: Annotated[
         bool,
-        Option(group=ESSENTIALS, help="Convert although the new dialect cannot hold all settings or tensors."),
+        Option(
+            is_per_run=True,
+            group=ESSENTIALS,
+            help="Convert although the new dialect cannot hold all settings or tensors.",
+        ),
     ] = False
     quantize: Annotated[
         Literal["fp8"] | None,

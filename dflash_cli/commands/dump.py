@@ -31,7 +31,10 @@ class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOpti
 
     target: Annotated[str, Argument(metavar="TARGET", flag="--target", short="-t", help=TARGET_HELP)]
     output: Annotated[
-        Path | None, Option(short="-o", metavar="DIR", group=ESSENTIALS, is_setting=False, help="Folder of the dump.")
+        Path | None,
+        Option(
+            is_per_run=True, short="-o", metavar="DIR", group=ESSENTIALS, is_setting=False, help="Folder of the dump."
+        ),
     ] = None
     taps_from: Annotated[
         str | None,

@@ -63,7 +63,7 @@ class EvaluationRequest(
 
     workers: Annotated[
         str | None,
-        Option(
+        Option(is_per_run=True, 
             metavar="N", group=ENGINE, is_setting=False,
             help="Spread the prompts over N processes, one per GPU, or over a Ray cluster: auto or ray://HOST:PORT, "
             "with #N for N workers. Prompts of a lost worker are asked again. Needs ray (extra: ray).",
@@ -71,14 +71,14 @@ class EvaluationRequest(
     ] = None  # fmt: skip
     show_all: Annotated[
         bool,
-        Option(
+        Option(is_per_run=True, 
             flag="--all", group=OUTPUT, is_setting=False,
             help="Also show the most often rejected tokens, and the figure in each project's definition.",
         ),
     ] = False  # fmt: skip
     trace: Annotated[
         int,
-        Option(
+        Option(is_per_run=True, 
             min=0, group=OUTPUT, is_setting=False,
             help="Also show each step of the first N prompts: accepted tokens, the target's token, the rejected token.",
         ),

@@ -74,7 +74,7 @@ class GenerationRequest(
     ] = None
     output: Annotated[
         str | None,
-        Option(
+        Option(is_per_run=True, 
             short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="Write the answers to FILE as JSON Lines; - writes them to stdout.",
         ),
@@ -89,7 +89,7 @@ class GenerationRequest(
     ] = None  # fmt: skip
     trace: Annotated[
         int,
-        Option(
+        Option(is_per_run=True, 
             min=0, group=OUTPUT, is_setting=False,
             help="Show each step of the first N prompts: accepted tokens, the target's own token, the rejected one. "
             "--output and --json contain these steps too.",

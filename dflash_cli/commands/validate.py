@@ -72,7 +72,7 @@ class ValidationRequest(
     ] = "headers"
     fix_out: Annotated[
         Path | None,
-        Option(
+        Option(is_per_run=True, 
             metavar="DIR", group=ESSENTIALS, is_setting=False,
             help="Write a corrected copy to DIR, and list what could not be corrected.",
         ),

@@ -257,7 +257,7 @@ class GateOptions(Request):
     ] = "point"  # fmt: skip
     allow_failed: Annotated[
         bool,
-        Option(
+        Option(is_per_run=True, 
             group=MEASURING, is_setting=False,
             help="Exit with 0 if some prompts fail. They are listed, and left out of the result.",
         ),
@@ -268,7 +268,9 @@ class GateOptions(Request):
 class ForceOptions(Request):
     """Whether files are replaced."""
 
-    force: Annotated[bool, Option(group=OUTPUT, is_setting=False, help="Replace files that exist.")] = False
+    force: Annotated[
+        bool, Option(is_per_run=True, group=OUTPUT, is_setting=False, help="Replace files that exist.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +287,10 @@ class ResumeOptions(ForceOptions):
     resume: Annotated[
         bool,
         Option(
-            group=ESSENTIALS, is_setting=False, help="Continue an interrupted run: compute only what --output lacks."
+            is_per_run=True,
+            group=ESSENTIALS,
+            is_setting=False,
+            help="Continue an interrupted run: compute only what --output lacks.",
         ),
     ] = False
 
@@ -304,7 +309,7 @@ class ResumableOptions(ResumeOptions):
 
     output: Annotated[
         Path | None,
-        Option(
+        Option(is_per_run=True, 
             short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="Write each answer to FILE when it ends, as JSON Lines with tokens and steps.",
         ),

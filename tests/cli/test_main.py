@@ -128,12 +128,26 @@ def test_help_is_there_at_once(arguments: list[str], limit: float) -> None:
     assert any(ratio < limit for ratio in tries)
 
 
+FLAGS = {
+    "--batch-size": "--concurrency", "--limit": "--num-prompts", "--num-samples": "--num-prompts",
+    "--max_new_tokens": "--max-new-tokens", "--max-tokens": "--max-new-tokens", "--model": "--target",
+    "--MODEL": "--target", "--out": "--output",
+}  # fmt: skip
+WORDS = {
+    "eval": "eval-acceptance", "evaluate": "eval-acceptance", "serve": "serve-command", "check": "validate",
+    "run": "generate", "publish": "report", "version": "env", "Validate": "validate", "benchmark": "bench",
+}  # fmt: skip
+"""Flags and commands as people type them -> the ones that they mean."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "id", "field", "guess"),
     [
         (["generat"], "unknown-command", None, "generate?"),
         (["generate", "x", "-n", "0"], "usage-error", "--max-new-tokens", "1"),
         (["generate", "x", "--drat", "y"], "unknown-option", "--drat", "--draft?"),
+        *((["generate", "x", flag, "8"], "unknown-option", flag, f"{meant}?") for flag, meant in FLAGS.items()),
+        *(([word], "unknown-command", None, f"{meant}?") for word, meant in WORDS.items()),
         (["generate", "x", "-k"], "missing-value", "-k", ""),
         (["generate", "x", "--device"], "missing-value", "--device", ""),
         (["env", "a", "b"], "unexpected-argument", None, "a"),
