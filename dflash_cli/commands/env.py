@@ -24,11 +24,10 @@ def env(request: EnvironmentRequest) -> "Environment":
     Raises:
         UsageError: a dflash.toml or a variable sets a wrong default.
     """
-    from dflash_cli.main import COMMANDS
-    from dflash_cli.terminal.command_line import parameters_of_command
+    from dflash_cli.terminal.command_line import all_commands, parameters_of_command
     from dflash_cli.terminal.environment import describe_environment
 
-    return describe_environment(__version__, list_defaults([*COMMANDS], parameters_of_command))
+    return describe_environment(__version__, list_defaults(all_commands(), parameters_of_command))
 
 
 def command(request: EnvironmentRequest) -> None:

@@ -137,7 +137,8 @@ def command(request: EvaluationRequest) -> None:
     if request.mode == "replay":
         evaluation = _replay(request)
         console.show(evaluation, lambda: _print(evaluation, show_all=request.show_all))
-        _check_minimum(evaluation, request)
+        with request.verdict_of("eval-acceptance"):
+            _check_minimum(evaluation, request)
         return
     from dflash_cli.generation.announcements import note_cut_answers, suggest_diagnosis, tell_failed_prompts
     from dflash_cli.generation.outputs import show_steps
@@ -147,11 +148,12 @@ def command(request: EvaluationRequest) -> None:
     show_steps(tally.answers, pair.tokenizer, request.trace)
     note_cut_answers(tally.outputs, request.sampling_params(request.max_new_tokens), max_model_len)
     suggest_diagnosis(evaluation.base.counts, pair.references)
-    if evaluation.failed:
-        tell_failed_prompts(evaluation.failed, is_allowed=request.allow_failed, num_prompts=evaluation.num_prompts)
-        if not request.allow_failed or not evaluation.total.num_conversations:
-            raise typer.Exit(max(failure.exit_code for failure in evaluation.failed))
-    _check_minimum(evaluation, request)
+    with request.verdict_of("eval-acceptance"):
+        if evaluation.failed:
+            tell_failed_prompts(evaluation.failed, is_allowed=request.allow_failed, num_prompts=evaluation.num_prompts)
+            if not request.allow_failed or not evaluation.total.num_conversations:
+                raise typer.Exit(max(failure.exit_code for failure in evaluation.failed))
+        _check_minimum(evaluation, request)
 
 
 def _replay(request: EvaluationRequest) -> "Evaluation":

@@ -17,6 +17,7 @@ from dflash_cli.commands.inspect import tell_traffic
 from dflash_cli.commands.lock import check_lock
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
+from dflash_cli.rules.findings_files import FindingsFile
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, Level, ignored_ids
 from dflash_cli.rules.subject import ValidationPlan
@@ -24,7 +25,7 @@ from dflash_cli.rules.validator import validate_draft
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import (
     DraftOptions,
-    ForceOptions,
+    FindingsFileOptions,
     LockOptions,
     RuleOptions,
     ServedOptions,
@@ -51,7 +52,7 @@ OF_RUNS = tuple(item.name for item in parameters_of(DiagnosisOptions))
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRequest(
-    DiagnosisOptions, ForceOptions, LockOptions, ServedOptions, RuleOptions, TargetOptions, DraftOptions
+    DiagnosisOptions, FindingsFileOptions, LockOptions, ServedOptions, RuleOptions, TargetOptions, DraftOptions
 ):
     """Check a draft, alone or with its target; exits with 3 if it finds an error, 5 if it is not a DFlash draft."""
 
@@ -101,10 +102,12 @@ def validate(request: ValidationRequest) -> Report:
 
 def command(request: ValidationRequest) -> None:
     """Check, correct and print."""
+    file = FindingsFile.of(request, f"dflash validate {request.draft}")
     plan, report, pair = _validate(request)
     fails = report.fails(strict=request.strict)
     document = replace(report.document, passed=not fails)
-    if not console.is_json():
+    file.write(report, report.path.joinpath, strict=request.strict)
+    if file.leaves_text:
         _print(report, is_target_missing=pair.target is None)
     if request.fix_out is not None:
         from dflash_cli.conversion.repair import repair_draft
@@ -112,7 +115,7 @@ def command(request: ValidationRequest) -> None:
         repaired = repair_draft(plan, report, request.fix_out, force=request.force)
         document = replace(document, repaired=repaired.entry if repaired else None)
         fails = (repaired.after if repaired else report).fails(strict=request.strict)
-        if not console.is_json():
+        if file.leaves_text:
             _print_repaired(request.fix_out, repaired, report)
     if console.is_json():
         console.result_json(document)

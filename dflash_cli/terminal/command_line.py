@@ -15,6 +15,7 @@ Typer splits the arguments, calls the command and completes words. The code here
 
 import inspect
 import json
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from importlib import import_module
@@ -196,6 +197,12 @@ class RequestCommand(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return help_page.usage_pieces(self.parameters)
+
+
+def all_commands() -> list[str]:
+    """The names of all commands, by their modules."""
+    folder = import_module("dflash_cli.commands")
+    return [item.name.replace("_", "-") for item in pkgutil.iter_modules(folder.__path__)]
 
 
 def _function(name: str) -> Callable[..., None]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -241,7 +242,32 @@ class IntervalOptions(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateOptions(Request):
+class GateFileOptions(Request):
+    """A file with the verdict of a gate, for CI."""
+
+    gate_out: Annotated[
+        Path | None,
+        Option(
+            is_per_run=True, metavar="FILE", group=OUTPUT, is_setting=False,
+            help="Write the verdict of the gate to FILE as JUnit XML. An earlier FILE is replaced.",
+        ),
+    ] = None  # fmt: skip
+
+    def require_gate(self, flag: str, *, is_given: bool) -> None:
+        """Refuse --gate-out without a gate.
+
+        Raises:
+            UsageError: the option of the gate is not given.
+        """
+        if self.gate_out is not None and not is_given:
+            raise UsageError(
+                f"--gate-out needs {flag}, whose verdict it writes", id="option-needs-another", field="--gate-out",
+                hint=f"add {flag}",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions(GateFileOptions):
     """A threshold that the acceptance length must reach."""
 
     min_acceptance: Annotated[
@@ -262,6 +288,17 @@ class GateOptions(Request):
             help="Exit with 0 if some prompts fail. They are listed, and left out of the result.",
         ),
     ] = False  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        self.require_gate("--min-acceptance", is_given=self.min_acceptance is not None)
+
+    def verdict_of(self, command: str) -> AbstractContextManager[None]:
+        """The context in which a command checks its gate, so that --gate-out has the verdict."""
+        from dflash_cli.documents.junit import gate_written
+
+        bound = "lower bound" if self.gate == "lower" else "acceptance length"
+        return gate_written(self.gate_out, f"dflash {command}", f"{bound} of at least {self.min_acceptance}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,9 +358,27 @@ class RuleOptions(Request):
     """Which findings of rules make a command fail."""
 
     strict: Annotated[bool, Option(group=ESSENTIALS, help="Exit with 3 on warnings too.")] = False
-    ignore: Annotated[
-        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip rules with these ids.")
-    ] = ()
+    ignore: Annotated[tuple[str, ...], Option(metavar="ID,...", help="Skip rules with these ids.")] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingsFileOptions(ForceOptions):
+    """A file of findings for CI."""
+
+    output: Annotated[
+        Path | None,
+        Option(
+            is_per_run=True, short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
+            help="Also write the findings to FILE: JUnit (.xml) or SARIF (.sarif).",
+        ),
+    ] = None  # fmt: skip
+    format: Annotated[
+        Literal["junit", "sarif"] | None,
+        Option(
+            is_per_run=True, group=OUTPUT, is_setting=False,
+            help="The form of FILE; without --output, print this form instead of text. Default: by the suffix of FILE.",
+        ),
+    ] = None  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

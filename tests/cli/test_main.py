@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from dflash_cli import __version__
 from dflash_cli.main import COMMANDS, app
+from dflash_cli.terminal.command_line import all_commands
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 
@@ -34,6 +35,10 @@ def dflash(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_line_of_the_table_names_a_function(name: str) -> None:
     module = importlib.import_module(f"dflash_cli.commands.{name.replace('-', '_')}")
     assert callable(module.command)
+
+
+def test_every_module_of_a_command_is_in_the_table() -> None:
+    assert sorted(COMMANDS) == sorted(all_commands())
 
 
 def test_help_imports_nothing_that_takes_long() -> None:
