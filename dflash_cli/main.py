@@ -11,6 +11,7 @@ import typer
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.command_line import CommandTable, Entry, make_app
+from dflash_cli.terminal.completion import words_of_bash
 from dflash_cli.terminal.interruption import (
     ReaderGone,
     discard,
@@ -273,7 +274,7 @@ def _run() -> int:
     """Run the app and return the exit code: 0 also if the reader of stdout ends early, as `head` does."""
     try:
         console.name_commands(PROGRAMS.get(Path(sys.argv[0]).stem, "dflash"), [*COMMANDS, "COMMAND"])
-        with turned_into_errors():
+        with turned_into_errors(), words_of_bash():
             return app(standalone_mode=False) or 0
     except ReaderGone:
         discard(sys.stdout)

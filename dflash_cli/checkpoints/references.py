@@ -35,6 +35,17 @@ TINY_TARGET_NAME = "dflash/tiny-python-target"
 """The name of the bundled target in checkpoints."""
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 
+
+def bundled_names() -> list[str]:
+    """The references of the bundled drafts; `tiny` is also the bundled target."""
+    return [*BUNDLED_DRAFTS]
+
+
+def bundled_targets() -> list[str]:
+    """The references of the bundled targets."""
+    return [TINY]
+
+
 Location: TypeAlias = "Path | RemoteRepo"
 """The place of a checkpoint: a directory, or a listed repository on the hub."""
 

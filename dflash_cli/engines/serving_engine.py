@@ -355,6 +355,15 @@ def known_engines() -> str:
     return ", ".join(f"{engine.name}{_span(engine)}" for engine in all_engines())
 
 
+def names_with_releases() -> list[str]:
+    """Every engine, alone and with each known release, the newest first: `vllm`, `vllm@0.33`."""
+    releases = ((engine, release) for engine in all_engines() for release in reversed(engine.releases) if release)
+    return [
+        *(engine.name for engine in all_engines()),
+        *(f"{engine.name}@{engine.write_release(release)}" for engine, release in releases),
+    ]
+
+
 def release_text(release: Release) -> str:
     """`0.33` of (0, 33)."""
     return ".".join(map(str, release))

@@ -25,6 +25,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dflash_cli.terminal import console, help_page
+from dflash_cli.terminal.completion import completion_of
 from dflash_cli.terminal.defaults import VARIABLE, find_settings, find_unknown, set_defaults
 from dflash_cli.terminal.interruption import turned_into_errors
 from dflash_cli.terminal.requests import (
@@ -383,7 +384,7 @@ HELP_ALL = _keyword(
 def _for_typer(item: Parameter) -> list[inspect.Parameter]:
     """A parameter for Typer, with its flags and text as its value. An argument with a flag is two parameters."""
     text: Any = list[str] | None if item.is_list else str | None
-    option, found, completion = item.option, [], _completion(item)
+    option, found, completion = item.option, [], completion_of(item)
     if item.is_argument:
         info = typer.Argument(metavar=item.metavar, help=option.text, autocompletion=completion)
         found.append((item.name, text, info))
@@ -395,8 +396,3 @@ def _for_typer(item: Parameter) -> list[inspect.Parameter]:
         info = typer.Option(*item.flags, metavar=item.metavar, help=option.text, autocompletion=completion)
         found.append((name, text, info))
     return [_keyword(*item) for item in found]
-
-
-def _completion(item: Parameter) -> Callable[..., Any] | None:
-    choices = list(item.choices)
-    return item.option.complete or ((lambda: choices) if choices else None)

@@ -94,7 +94,6 @@ class Option:
     above, below  exclusive limits of a number
     parse         text -> value, for types that cannot be read otherwise; raises UsageError or ValueError
     expected      the form that `parse` expects, in words
-    complete      typed text -> values that a shell offers
     is_setting    whether the option decides the result; `settings` in JSON has only such options
     is_per_run    whether the option belongs to one run, so that dflash.toml and variables cannot set it
     """
@@ -111,7 +110,6 @@ class Option:
     below: float | None = None
     parse: Callable[[str], Any] | None = None
     expected: str = ""
-    complete: Callable[[str], Sequence[str]] | None = None
     is_setting: bool = True
     is_per_run: bool = False
 

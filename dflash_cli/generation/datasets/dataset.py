@@ -132,6 +132,16 @@ def conversation_rows(
 DATASETS: Registry[type[Dataset]] = Registry("dataset")
 
 
+def dataset_names() -> list[str]:
+    """The names of all datasets."""
+    return sorted(datasets())
+
+
+def format_names() -> list[str]:
+    """The projects whose prompts some dataset has."""
+    return sorted({name for item in datasets().values() for name in item.formats})
+
+
 def datasets() -> Registry[type[Dataset]]:
     """Return all datasets by name."""
     DATASETS.discover(PACKAGE)
