@@ -1,6 +1,7 @@
 """`dflash eval-acceptance`: how many tokens a pair commits per step, with a confidence interval."""
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -229,9 +230,12 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
             evaluation = compare_with_one_engine(evaluation, handed, plan, tally)
             max_model_len = handed.max_model_len
     else:
+        from dflash_cli.acceptance.answered_run import find_answered
         from dflash_cli.workers.open_crew import open_answering
 
-        with open_answering(pair, config, request.workers, threads=request.threads) as answering:
+        answered = find_answered(pair, config, plan)
+        opened = open_answering(pair, config, request.workers, threads=request.threads)
+        with opened if answered is None else nullcontext(answered) as answering:
             evaluation, tally = _measure(answering, plan)
             max_model_len = answering.max_model_len
     evaluation = dataclasses.replace(evaluation, settings=to_json({**request.settings(), **evaluation.settings}))
