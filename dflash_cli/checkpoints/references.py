@@ -6,6 +6,7 @@ tiny:dflash2    the bundled DFlash 2 draft
 tiny:dspark     the bundled DSpark draft
 """
 
+import logging
 import os
 import re
 from enum import StrEnum
@@ -21,6 +22,8 @@ from dflash_runtime.errors import CheckpointNotFound, UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.remote_headers import RemoteRepo
+
+logger = logging.getLogger(__name__)
 
 TINY = "tiny"
 TINY_REDUCED = "tiny:reduced"
@@ -74,9 +77,11 @@ def fetch_directory(reference: str, role: Role) -> Path:
     path = _local(reference)
     if reference and path.exists():
         check_is_checkpoint(path)
+        logger.info("%s %s: a directory", role, path)
         return path
     bundled = _bundled(reference, role)
     if bundled is not None:
+        logger.info("%s %s: bundled, in %s", role, reference, bundled)
         return bundled
     if not HUB_ID.match(reference):
         raise CheckpointNotFound(
@@ -127,8 +132,11 @@ def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) 
     from dflash_cli.checkpoints.remote_headers import list_repo
 
     try:
-        return list_repo(reference)
+        found = list_repo(reference)
+        logger.info("%s %s: on the hub; only headers are read", role, reference)
+        return found
     except HubUnreachable as error:
+        logger.info("%s %s: %s; the local cache is used instead", role, reference, error.message)
         try:
             return _download(reference, is_local=True)
         except CheckpointNotFound:
@@ -189,4 +197,6 @@ def _download(reference: str, *, is_local: bool = False) -> Path:
     """The snapshot of a repository in the hub's cache. It is downloaded unless `is_local`."""
     repo, _, revision = reference.partition("@")
     with explained(repo, revision or None):
-        return download_snapshot(repo, revision or None, DOWNLOADED, is_local=is_local)
+        found = download_snapshot(repo, revision or None, DOWNLOADED, is_local=is_local)
+    logger.info("%s: in the cache, %s", reference, found)
+    return found

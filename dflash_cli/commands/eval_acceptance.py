@@ -264,7 +264,8 @@ def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluatio
 
     answering.warm_up(plan.params, len(plan.rows))
     tally = Tally(answering.num_draft_tokens)
-    with AcceptanceProgress(sum(row.num_turns for row in plan.rows)) as progress:
+    num_answers = sum(row.num_turns for row in plan.rows)
+    with AcceptanceProgress(num_answers, plan.params.max_new_tokens) as progress:
         try:
             evaluation = measure(answering, plan, tally=tally, progress=progress)
         except KeyboardInterrupt as error:

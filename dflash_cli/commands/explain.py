@@ -130,4 +130,4 @@ def _list(rules: Rules, *, as_json: bool) -> None:
         console.result(theme)
         for rule in rules:
             if rule.theme == theme:
-                console.result(f"  {rule.id}  {rule.severity:7}  {rule.title}")
+                console.severity_line(f"  {rule.id}  ", f"{rule.severity:7}", f"  {rule.title}")

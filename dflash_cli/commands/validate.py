@@ -1,7 +1,6 @@
 """`dflash validate`: check a draft, its fit with the target, and which engines can serve it."""
 
 import shutil
-import sys
 import textwrap
 from dataclasses import dataclass, replace
 from functools import partial
@@ -211,23 +210,25 @@ def print_finding(finding: Finding) -> None:
     it has a command to copy.
     """
     named = f" [{', '.join(finding.engines)}]" if finding.engines else ""
-    _say(f"{finding.id} {finding.severity:7} {finding.location}: {finding.message}{named}", "")
+    severity = f"{finding.severity:7}"
+    first, *rest = _wrapped(f"{finding.id} {severity} {finding.location}: {finding.message}{named}", "")
+    before, after = f"{finding.id} ", first.removeprefix(f"{finding.id} {severity}")
+    console.severity_line(before, severity, after)
+    console.result(*rest)
     if finding.effect:
-        _say(f"effect: {finding.effect}", INDENT)
+        console.result(*_wrapped(f"effect: {finding.effect}", INDENT))
     if finding.fix:
         console.result(f"{INDENT}fix: {console.as_typed(finding.fix)}")
 
 
-def _say(text: str, indent: str) -> None:
-    if not sys.stdout.isatty():
-        console.result(indent + text)
-        return
+def _wrapped(text: str, indent: str) -> list[str]:
+    """The lines of a text on a terminal; one line in a pipe."""
+    if not console.is_terminal():
+        return [indent + text]
     width = min(shutil.get_terminal_size().columns, WIDEST)
-    console.result(
-        *textwrap.wrap(
-            text, width, initial_indent=indent, subsequent_indent=INDENT + indent, break_on_hyphens=False,
-            break_long_words=False,
-        )
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=INDENT + indent, break_on_hyphens=False,
+        break_long_words=False,
     )  # fmt: skip
 
 

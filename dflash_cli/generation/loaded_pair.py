@@ -240,13 +240,20 @@ def open_session(
 
 def load_session(opened: OpenedPair, config: EngineConfig, *, threads: int | None = None) -> PairSession:
     """Load the weights of an opened pair."""
-    from dflash_runtime.llm import LLM
-
     parts = [opened.target.checkpoint, *([opened.draft.checkpoint] if opened.draft is not None else [])]
-    logger.info("running on %d CPU threads", use_threads(threads, config.device, parts))
-    with console.working("loading weights"):
+    with console.working("loading weights"):  # the import of torch takes seconds too
+        from dflash_runtime.llm import LLM
+
+        logger.info("CPU threads: %d", use_threads(threads, config.device, parts))
         llm = LLM(opened.target, opened.draft, config)
     logger.info("loaded onto %s as %s, K %d", llm.device, llm.dtype, llm.num_draft_tokens)
+    pair = llm.pair
+    logger.info(
+        "engine: target runtime %s, kernels %s, graphs %s, %s scheduling, at most %d requests of %d tokens, "
+        "prefix cache %s", pair.target_runtime, pair.placement.kernels.name, "on" if pair.has_graphs else "off",
+        pair.config.scheduling, pair.config.max_num_requests, llm.limits.max_model_len,
+        "on" if pair.config.prefix_cache else "off",
+    )  # fmt: skip
     for text in llm.warnings:
         console.warn(text)
     return copy_fields(PairSession, opened, llm=llm)

@@ -1,11 +1,14 @@
 """Run the rules on a draft, alone or with its target. By default they read only JSON and headers."""
 
+import logging
 from collections.abc import Sequence
 
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import LEVELS, SEVERITIES, Finding, Level, Rule, Stage, rules_of
 from dflash_cli.rules.subject import CONFIG_FILE, Subject, ValidationPlan, open_subject
 from dflash_cli.rules.verdict import judge
+
+logger = logging.getLogger(__name__)
 
 
 def validate_draft(plan: ValidationPlan) -> Report:
@@ -26,6 +29,8 @@ def validate_subject(subject: Subject) -> Report:
 def report_of(subject: Subject, findings: Sequence[Finding], rules: Sequence[Rule]) -> Report:
     """The report on the findings of rules, without explained and ignored findings. Each engine has a verdict."""
     plan = subject.plan
+    named = ", ".join(map(str, plan.engines)) or "no engine is named"
+    logger.info("checked %d rules at the level %s; %s", len(rules), plan.level, named)
     kept = [item for item in _drop_explained(findings) if item.id not in plan.ignored]
     kept.sort(key=lambda item: (SEVERITIES.index(item.severity), item.id, item.location))
     return Report(
