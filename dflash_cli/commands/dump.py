@@ -143,7 +143,7 @@ def _write(session: "PairSession", request: "DumpPlan") -> "DumpSummary":
     from dflash_cli.generation.outputs import ProgressSink
 
     with ExitStack() as stack:
-        sink = ProgressSink(sum(row.num_turns for row in request.rows), stack)
+        sink = ProgressSink(sum(row.num_turns for row in request.rows), stack, request.params.max_new_tokens)
         try:
             return write(session, request, sink)
         except KeyboardInterrupt as error:

@@ -272,7 +272,7 @@ def _open_sinks(
     if request.output is not None:
         yield open_row_sink(rows, request.output, stack, session.llm.num_draft_tokens, num_traced=request.trace)
     if request.output is not None or console.is_json() or request.handoff_out is not None:
-        yield ProgressSink(sum(row.num_turns for row in rows), stack)
+        yield ProgressSink(sum(row.num_turns for row in rows), stack, request.max_new_tokens)
     elif request.trace:
         yield TraceSink(rows, session.tokenizer, request.trace)
     else:
