@@ -127,7 +127,7 @@ def _refusal(repo: str, error: Exception) -> CheckpointNotFound:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     answer = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).removesuffix(":")
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    id, hint = "hub-refused", HINTS.get(status, (None, None))[_has_token()]
+    id, hint = "hub-refused", HINTS.get(status, HINTS[404])[_has_token()]
     if status == 429:
         id, hint = "hub-rate-limit", "wait some minutes" + ("" if _has_token() else f"; for a higher limit {LOG_IN}")
     elif status in TEMPORARY:

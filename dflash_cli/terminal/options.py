@@ -1,6 +1,7 @@
 """Options that several verbs share, as bases of their request classes."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from dflash_runtime.errors import UsageError
 REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
 DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
 TARGET_HELP = f"Target: {REFERENCE}: tiny."
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 CarrierName = Literal["file", "gloo", "nccl", "nixl"]
 """Transports of KV between the two engines of a disaggregated run."""
 
@@ -218,6 +220,11 @@ class DeviceOptions(Request):
             help="CPU threads. Default: 1 for a small pair, otherwise one per core.",
         ),
     ] = None  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if not DEVICE.fullmatch(self.device):
+            raise UsageError(field="--device", found=self.device, expected="auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,8 +69,20 @@ REFUSED = {
         ["generate", "x", "--stop-token-id", "99999"], ["generate", "x", "--max-model-len", "9999"],
         ["bench", "-k", "8"], ["tune", "-k", "3,8"], ["eval-acceptance", "-k", "8"],
         ["eval-acceptance", "--workers", "0"], ["dump", "tiny", "--taps", "6", "--output", "dump"],
+        ["generate", "x", "--device", "cudaa"], ["bench", "--device", "tpu"], ["generate", "x", "--dtype", "float16"],
+        ["generate", "x", "--top-p", "3"], ["generate", "x", "--output", "absent/rows.jsonl"],
+        ["generate", "--dataset", "humanevl"], ["tune", "-e", "vlm"],
+        ["eval-acceptance", "--context-lengths", "2048"],
+        ["eval-acceptance", "--output", "there.jsonl"], ["eval-acceptance", "--verify-width", "99"],
+        ["validate", "tiny", "-e", "vlm"], ["convert", "tiny", "there.jsonl", "--to", "native"],
+        ["serve-command", "tiny", "-e", "vlm"], ["probe", "http://127.0.0.1:9", "-e", "vlm"], ["explain", "C999"],
+    ),
+    3: (
+        ["generate", "x", "--draft", "bad"], ["bench", "bad"], ["convert", "bad", "out", "--to", "vllm"],
+        ["diagnose", "bad", "--target", "tiny"],
     ),
     4: (
+        ["generate", "-p", "none.jsonl"], ["eval-acceptance", "-p", "none.jsonl"],
         ["generate", "x", "--draft", "org/none"], ["bench", "org/none"], ["tune", "org/none"],
         ["eval-acceptance", "org/none"], ["eval-acceptance", "--mode", "replay", "--dump", "none"],
         ["dump", "org/none", "--taps", "1", "--output", "dump"], ["diagnose", "org/none"],
@@ -84,15 +96,21 @@ REFUSED = {
 def test_refusals_come_before_torch(tmp_path: Path) -> None:
     """One process without torch and Ray. A command that imports torch ends in another error than the expected one."""
     script = "\n".join([
-        "import json, sys", "sys.modules |= dict.fromkeys(('torch', 'ray'))", "from dflash_cli.main import main",
+        "import json, sys, time", "sys.modules |= dict.fromkeys(('torch', 'ray'))", "from dflash_cli.main import main",
         "for arguments in json.loads(sys.argv[1]):", "    sys.argv = ['dflash', '-q', *arguments]",
-        "    try: main()", "    except SystemExit as end: print(json.dumps([arguments, end.code]))",
+        "    started = time.process_time()", "    try: main()", "    except SystemExit as end:",
+        "        print(json.dumps([arguments, end.code, time.process_time() - started]))",
     ])  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    (tmp_path / "there.jsonl").write_text("x")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text('{"block_size": ')
     wanted = [[arguments, code] for code, commands in REFUSED.items() for arguments in commands]
     done = python("-c", script, json.dumps([arguments for arguments, _ in wanted]), env=environment, cwd=tmp_path)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == wanted, done.stderr
-    assert "torch" not in done.stderr
+    assert [json.loads(line)[:2] for line in done.stdout.splitlines()] == wanted, done.stderr
+    assert "needs torch" not in done.stderr
+    slow = [line for line in done.stdout.splitlines() if json.loads(line)[2] > 2.0]
+    assert not slow, "processor seconds, of which the first command imports most modules"
 
 
 @pytest.mark.parametrize(
