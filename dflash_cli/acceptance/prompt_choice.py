@@ -142,19 +142,21 @@ def _put_under(
 
 
 def _check_lengths(conditions: Sequence[Condition], pair: "OpenedPair") -> None:
-    """Refuse a context length that leaves no room for an answer, before prompts are padded to it.
+    """Refuse context lengths that all leave no room for an answer, before prompts are padded to them.
+
+    If some of them fit, the prompts of the others fail one by one.
 
     Raises:
-        UsageError: the pair has fewer positions.
+        UsageError: the pair has fewer positions than the shortest length.
     """
     known = [pair.target.facts.max_position_embeddings]
     if pair.draft is not None:
         known.append(pair.draft.config.max_position_embeddings)
     limit = min((item for item in known if item is not None), default=None)
-    longest = max((item.context_len or 0 for item in conditions), default=0)
-    if limit is not None and longest >= limit:
+    shortest = min(item.context_len or 0 for item in conditions)
+    if limit is not None and shortest >= limit:
         raise UsageError(
-            id="context-too-long", field="--context-lengths", found=longest,
+            id="context-too-long", field="--context-lengths", found=shortest,
             expected=f"less than {limit}, the positions of the pair",
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
 from dflash_cli.terminal.interruption import ReaderGone, discard
 
@@ -293,7 +293,7 @@ class Meter:
         self._bar: BarColumn
         self._drawn_at = self._started
 
-    def __enter__(self) -> "Meter":
+    def __enter__(self) -> Self:
         if self._is_terminal and not _is_quiet:
             from rich.progress import BarColumn, TextColumn
 
