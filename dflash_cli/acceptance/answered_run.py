@@ -1,4 +1,4 @@
-"""A run whose answers are all in its file: its result needs no loaded model."""
+"""The result of a finished run, from its file of answers and without a loaded model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

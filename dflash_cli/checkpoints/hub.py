@@ -57,7 +57,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         errors.RevisionNotFoundError: (
             "no-revision",
             f"no revision {revision!r}",
-            "name a branch, a tag or a commit after @, or leave out @ and what follows for the default branch",
+            "name a branch, a tag or a commit after @; org/repo alone is the default branch",
         ),
         errors.RepositoryNotFoundError: (
             "not-on-the-hub",

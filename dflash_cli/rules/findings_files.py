@@ -166,7 +166,7 @@ def _uri(path: Path) -> str:
 
 
 def _line(path: Path, key: str) -> int:
-    """The line of a JSON file that has the last part of a dotted key; 1 if there is none."""
+    """The line of a JSON file with the last part of a dotted key, or 1."""
     if path.suffix != ".json" or not key or not path.is_file():
         return 1
     wanted = re.compile(rf'^\s*"{re.escape(key.rpartition(".")[2])}"\s*:')

@@ -328,7 +328,7 @@ class Meter:
         return self._display is not None and self._clock() - self._drawn_at >= self.REDRAW_S
 
     def update(self, num_done: int, estimate: str = "", *, partial: float = 0.0) -> None:
-        """Show how much is done, and the estimate so far. `partial` is the work done on what has not ended."""
+        """Show how much is done, and the estimate so far. `partial` is the finished share of running work."""
         if self._display is not None:
             self._drawn_at = self._clock()
             line = self.line(num_done, estimate, partial)

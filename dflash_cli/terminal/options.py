@@ -268,8 +268,8 @@ class GateFileOptions(Request):
         """
         if self.gate_out is not None and not is_given:
             raise UsageError(
-                f"--gate-out needs {flag}, whose verdict it writes", id="option-needs-another", field="--gate-out",
-                hint=f"add {flag}",
+                f"--gate-out writes the verdict of {flag}, which is missing", id="option-needs-another",
+                field="--gate-out", hint=f"add {flag}",
             )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def dataset_names() -> list[str]:
 
 
 def format_names() -> list[str]:
-    """The projects whose prompts some dataset has."""
+    """The projects that a dataset can imitate."""
     return sorted({name for item in datasets().values() for name in item.formats})
 
 
