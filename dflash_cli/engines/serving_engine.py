@@ -384,7 +384,7 @@ def _parse(text: str) -> ServingEngine:
     known = {engine.name: engine for engine in all_engines()}
     if name.lower() not in known:
         close = closest(name, known, cutoff=0.7)
-        guess = f"; did you mean {close!r}?" if close else ""
+        guess = f"; did you mean {close}?" if close else ""
         raise _refused("unknown-engine", name, f"unknown engine {name!r}{guess} (known: {known_engines()})")
     engine = known[name.lower()]
     if not release:

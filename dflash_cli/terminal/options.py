@@ -21,12 +21,14 @@ from dflash_cli.terminal.requests import (
     parameters_of,
 )
 from dflash_runtime.checkpoint.strict_json import loads
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import UnsupportedError, UsageError
 
 REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
 DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
 TARGET_HELP = f"Target: {REFERENCE}: tiny."
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+OTHER_DEVICES = ("meta", "mps", "xpu", "hpu", "xla", "mtia")
+"""Devices of torch on which nothing runs here."""
 CarrierName = Literal["file", "gloo", "nccl", "nixl"]
 """Transports of KV between the two engines of a disaggregated run."""
 
@@ -223,6 +225,8 @@ class DeviceOptions(Request):
 
     def check(self) -> None:
         super().check()
+        if self.device.partition(":")[0] in OTHER_DEVICES:
+            raise UnsupportedError(field="--device", found=self.device, expected="cpu or cuda")
         if not DEVICE.fullmatch(self.device):
             raise UsageError(field="--device", found=self.device, expected="auto, cpu, cuda or cuda:N")
 
