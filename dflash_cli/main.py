@@ -1,6 +1,5 @@
 """The command table, the Typer app over it, and the one place that turns errors into messages."""
 
-import difflib
 import errno
 import os
 import re
@@ -12,6 +11,7 @@ import typer
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.command_line import CommandTable, Entry, make_app
+from dflash_cli.terminal.completion import words_of_bash
 from dflash_cli.terminal.interruption import (
     ReaderGone,
     discard,
@@ -22,6 +22,7 @@ from dflash_cli.terminal.interruption import (
 )
 from dflash_cli.version import __version__
 from dflash_runtime.errors import CapacityError, DFlashError, UnsupportedError, UsageError
+from dflash_runtime.phrases import closest
 
 RUN = "Run a pair"
 CHECK = "Look at a draft"
@@ -38,6 +39,7 @@ COMMANDS = {
             "dflash generate -d org/draft -p prompts.jsonl --handoff-out handed",
         ),
         docs="prompts",
+        also=("run", "chat", "complete"),
     ),
     "eval-acceptance": Entry(
         section=RUN,
@@ -50,6 +52,7 @@ COMMANDS = {
             "dflash eval-acceptance org/draft --disaggregated",
         ),
         docs="definitions",
+        also=("eval", "evaluate", "acceptance", "measure"),
     ),
     "compare": Entry(
         section=RUN,
@@ -59,6 +62,7 @@ COMMANDS = {
             "dflash compare old.json new.json --tolerance 0.1 --gate no-regression",
         ),
         docs="comparing",
+        also=("diff",),
     ),
     "report": Entry(
         section=RUN,
@@ -68,6 +72,7 @@ COMMANDS = {
             "dflash report old.json new.json -o report.csv",
         ),
         docs="publishing",
+        also=("publish", "plot"),
     ),
     "dump": Entry(
         section=RUN,
@@ -77,6 +82,7 @@ COMMANDS = {
             "dflash dump org/model --taps 1,9,17,25,33 -p prompts.jsonl -o dump",
         ),
         docs="replay",
+        also=("capture", "extract"),
     ),
     "probe": Entry(
         section=RUN,
@@ -87,6 +93,7 @@ COMMANDS = {
             "dflash probe http://localhost:30000 --beside http://localhost:8000",
         ),
         docs="probe",
+        also=("server", "ping"),
     ),
     "bench": Entry(
         section=RUN,
@@ -96,6 +103,7 @@ COMMANDS = {
             "dflash bench org/draft -p prompts.jsonl --chat --min-speedup 1.5",
         ),
         docs="tuning",
+        also=("benchmark", "speedup"),
     ),
     "tune": Entry(
         section=RUN,
@@ -106,12 +114,14 @@ COMMANDS = {
             "dflash tune org/draft -p prompts.jsonl --what-if draft=fp8,kv=fp8,target=int4",
         ),
         docs="tuning",
+        also=("search", "optimize"),
     ),
     "diagnose": Entry(
         section=CHECK,
         summary="Find out why few of a draft's tokens are accepted.",
         examples=("dflash diagnose org/draft --target org/model",),
         docs="checks",
+        also=("debug", "why", "doctor"),
     ),
     "validate": Entry(
         section=CHECK,
@@ -121,6 +131,7 @@ COMMANDS = {
             "dflash validate org/draft --target org/model --level run",
         ),
         docs="checks",
+        also=("check", "verify", "lint"),
     ),
     "validate-handoff": Entry(
         section=CHECK,
@@ -133,12 +144,14 @@ COMMANDS = {
         summary="Describe a draft or a target, or compare two.",
         examples=("dflash inspect org/draft", "dflash inspect ./checkpoint-1000 ./checkpoint-2000"),
         docs="formats",
+        also=("show", "describe", "info"),
     ),
     "explain": Entry(
         section=CHECK,
         summary="Explain a rule that validate checks.",
         examples=("dflash explain C20",),
         docs="checks",
+        also=("rule", "rules"),
     ),
     "convert": Entry(
         section=DEPLOY,
@@ -154,6 +167,7 @@ COMMANDS = {
         summary="Print the command that serves a pair with an engine such as vLLM.",
         examples=("dflash serve-command org/draft --target org/model --engine vllm",),
         docs="tutorial",
+        also=("serve", "launch"),
     ),
     "lock": Entry(
         section=DEPLOY,
@@ -163,12 +177,14 @@ COMMANDS = {
             "dflash eval-acceptance org/draft --lock dflash.lock",
         ),
         docs="lock",
+        also=("pin", "freeze"),
     ),
     "card": Entry(
         section=DEPLOY,
         summary="Write a model-card section with measured acceptance.",
         examples=("dflash card result.json", "dflash card result.json --insert README.md"),
         docs="publishing",
+        also=("model-card", "readme"),
     ),
     "export": Entry(
         section=DEPLOY,
@@ -192,12 +208,14 @@ COMMANDS = {
         examples=("dflash docs tutorial", "dflash docs checks | grep S09"),
         docs="index",
         has_json=False,
+        also=("man", "manual"),
     ),
     "env": Entry(
         section=ABOUT,
         summary="Show versions, GPUs and settings.",
         examples=("dflash env --json",),
         docs="env",
+        also=("version", "environment"),
     ),
 }
 
@@ -256,7 +274,7 @@ def _run() -> int:
     """Run the app and return the exit code: 0 also if the reader of stdout ends early, as `head` does."""
     try:
         console.name_commands(PROGRAMS.get(Path(sys.argv[0]).stem, "dflash"), [*COMMANDS, "COMMAND"])
-        with turned_into_errors():
+        with turned_into_errors(), words_of_bash():
             return app(standalone_mode=False) or 0
     except ReaderGone:
         discard(sys.stdout)
@@ -317,11 +335,13 @@ def _usage_error(error: Any) -> UsageError:
     """The error for wrong use that Typer found, on one line."""
     hint = f"{error.ctx.command_path} --help lists the options" if error.ctx is not None else None
     if hasattr(error, "possibilities"):
-        close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
-        guess = f"; did you mean {close[0]}?" if close else ""
-        return UsageError(
-            f"unknown option {error.option_name}{guess}", id="unknown-option", field=error.option_name, hint=hint
-        )
+        name = error.option_name
+        known = {flag: flag for flag in error.possibilities or ()}
+        for item in getattr(getattr(error.ctx, "command", None), "parameters", ()):
+            known |= {word: item.flag for word in item.words}
+        close = closest(name, known)
+        guess = f"; did you mean {known[close]}?" if close else ""
+        return UsageError(f"unknown option {name}{guess}", id="unknown-option", field=name, hint=hint)
     if hasattr(error, "option_name"):
         return UsageError(
             f"{error.option_name}: expected a value", id="missing-value", field=error.option_name, hint=hint

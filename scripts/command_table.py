@@ -26,6 +26,7 @@ Every command with its arguments and options, printed by `python scripts/command
 - An option with `,...` takes several values: `--concurrency 1,4`, or the option several times.
 - Results go to stdout, everything else to stderr. The [exit codes](exit-codes.md) are the same for all commands.
 - Every command except {without_json} takes `--json` and prints one document of its [schema](schemas.md).
+- Defaults can be set in `dflash.toml` and by variables: [settings](../how-to/settings.md).
 - Functions of `dflash_cli` take the same options as keywords: `num_prompts` is `--num-prompts`.
 
 These switches go before or after the name of any command:

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 from dflash_cli.acceptance.intervals.statistics import pooled_acceptance_len, running_interval
 from dflash_cli.generation.answers import Answer, Event
-from dflash_cli.terminal import console
+from dflash_cli.generation.token_meter import TokenMeter
 from dflash_runtime.scheduling.request import RequestOutput
 
 
@@ -50,11 +50,11 @@ def _unit(answer: Answer) -> Hashable:
 
 
 class AcceptanceProgress:
-    """Shows the number of answers and the acceptance so far: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`."""
+    """Shows the number of answers, the acceptance length so far with its interval, and tokens per second."""
 
-    def __init__(self, num_answers: int) -> None:
+    def __init__(self, num_answers: int, max_new_tokens: int | None = None) -> None:
         self._acceptance = RunningAcceptance()
-        self._meter = console.Meter(num_answers, "prompts")
+        self._meter = TokenMeter(num_answers, max_new_tokens)
         self._num_answers = num_answers
         self._num_done = self._num_failed = 0
 
@@ -83,4 +83,4 @@ class AcceptanceProgress:
             self._acceptance.add(event.answer.output, _unit(event.answer))
             self._num_done += 1
             self._num_failed += event.answer.output.error is not None
-            self._meter.update(self._num_done, self._acceptance.text)
+        self._meter.tell(event, self._num_done, lambda: self._acceptance.text)

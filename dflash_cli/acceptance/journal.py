@@ -252,6 +252,15 @@ HINTS = dict.fromkeys(
 )
 
 
+def stored_settings(path: Path) -> Mapping[str, Any]:
+    """The settings of a file of answers; empty if the run was stopped while it wrote them.
+
+    Raises:
+        UsageError: the file is not a file of answers.
+    """
+    return _read(path).settings
+
+
 def _read(path: Path) -> _Stored:
     """Parse a file of answers.
 

@@ -123,6 +123,7 @@ def _put_under(
     if not conditions:
         return list(rows)
     _check_thinking(rows, conditions, pair, chat=chat)
+    _check_lengths(conditions, pair)
     found: list[list[PromptRow]] = [[] for _ in conditions]
     for row in rows:
         under = [_put(row, condition, pair, chat=chat) for condition in conditions]
@@ -138,6 +139,26 @@ def _put_under(
             found=min(lengths),
         )
     return [row for members in found for row in members]
+
+
+def _check_lengths(conditions: Sequence[Condition], pair: "OpenedPair") -> None:
+    """Refuse context lengths that all leave no room for an answer, before prompts are padded to them.
+
+    If some of them fit, the prompts of the others fail one by one.
+
+    Raises:
+        UsageError: the pair has fewer positions than the shortest length.
+    """
+    known = [pair.target.facts.max_position_embeddings]
+    if pair.draft is not None:
+        known.append(pair.draft.config.max_position_embeddings)
+    limit = min((item for item in known if item is not None), default=None)
+    shortest = min(item.context_len or 0 for item in conditions)
+    if limit is not None and shortest >= limit:
+        raise UsageError(
+            id="context-too-long", field="--context-lengths", found=shortest,
+            expected=f"less than {limit}, the positions of the pair",
+        )  # fmt: skip
 
 
 def _put(row: PromptRow, condition: Condition, pair: "OpenedPair", *, chat: bool) -> PromptRow | None:

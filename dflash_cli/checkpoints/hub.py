@@ -16,7 +16,8 @@ from dflash_cli.terminal import console
 from dflash_runtime.errors import CheckpointNotFound
 from dflash_runtime.phrases import plural
 
-TEMPORARY = (429, 500, 502, 503, 504)
+TEMPORARY = (500, 502, 503, 504)
+PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 LOG_IN = "log in with hf auth login or set HF_TOKEN"
 HINTS = {
     401: (LOG_IN, "the hub does not accept the token: correct HF_TOKEN, or log in again with hf auth login"),
@@ -53,7 +54,11 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
             "access is gated",
             f"{terms} give the token access to gated repositories" if _has_token() else f"{terms} {LOG_IN}",
         ),
-        errors.RevisionNotFoundError: ("no-revision", f"no revision {revision!r}", None),
+        errors.RevisionNotFoundError: (
+            "no-revision",
+            f"no revision {revision!r}",
+            "name a branch, a tag or a commit after @; org/repo alone is the default branch",
+        ),
         errors.RepositoryNotFoundError: (
             "not-on-the-hub",
             "not found on the hub",
@@ -64,7 +69,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         errors.HFValidationError: (
             "not-a-reference",
             "no such directory, and not a name of a hub repository",
-            None,
+            "pass a directory, org/repo, or org/repo@revision",
         ),
     }
     connection_errors = _library_errors("HTTPError")
@@ -88,20 +93,26 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
             hint="a network may ask for a login in a browser; otherwise check HF_ENDPOINT and the proxy",
         ) from error  # fmt: skip
     except connection_errors as error:
-        raise HubUnreachable(
-            f"the hub cannot be reached ({type(error).__name__})",
-            id="hub-unreachable",
-            path=repo,
-            hint=_how_to_connect(),
-        ) from error
+        raise _unreachable(repo, error) from error
+
+
+def _unreachable(repo: str, error: Exception) -> HubUnreachable:
+    """The error for a connection that fails: at the proxy, at the certificate, or at the hub."""
+    id, hint = "hub-unreachable", _how_to_connect()
+    if type(error).__name__ == "ProxyError":
+        id, hint = "proxy-unreachable", "check HTTPS_PROXY; NO_PROXY lists hosts that need no proxy"
+    elif "CERTIFICATE_VERIFY_FAILED" in str(error):
+        id, hint = "certificate-refused", "SSL_CERT_FILE names a file with the certificate of your proxy or hub"
+    return HubUnreachable(f"the hub cannot be reached ({type(error).__name__})", id=id, path=repo, hint=hint)
 
 
 def _how_to_connect() -> str:
-    """The hint for an unreachable hub: names the variable that turned offline mode on, if one did."""
+    """The hint for an unreachable hub: names the variable that turned offline mode on, or proxies that are set."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if not HF_HUB_OFFLINE:
-        return "check the network and HF_ENDPOINT"
+        proxies = [name for name in PROXIES if os.environ.get(name) or os.environ.get(name.lower())]
+        return f"check {', '.join(['the network', *proxies])} and HF_ENDPOINT"
     name = "HF_HUB_OFFLINE" if os.environ.get("HF_HUB_OFFLINE") else "TRANSFORMERS_OFFLINE"
     return f"{name} turns the hub off: unset it"
 
@@ -117,12 +128,14 @@ def _refusal(repo: str, error: Exception) -> CheckpointNotFound:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     answer = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).removesuffix(":")
     status = getattr(getattr(error, "response", None), "status_code", 0)
-    hint = HINTS.get(status, (None, None))[_has_token()]
-    if status in TEMPORARY:
+    id, hint = "hub-refused", HINTS.get(status, HINTS[404])[_has_token()]
+    if status == 429:
+        id, hint = "hub-rate-limit", "wait some minutes" + ("" if _has_token() else f"; for a higher limit {LOG_IN}")
+    elif status in TEMPORARY:
         hint = "the hub has a temporary problem: try again later"
     elif status >= 500:
         hint = "HF_ENDPOINT does not answer like a hub: check it"
-    return CheckpointNotFound(f"the hub answered: {answer}", id="hub-refused", path=repo, found=status, hint=hint)
+    return CheckpointNotFound(f"the hub answered: {answer}", id=id, path=repo, found=status, hint=hint)
 
 
 def _library_errors(kind: str) -> tuple[type[Exception], ...]:

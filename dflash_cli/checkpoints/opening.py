@@ -1,5 +1,6 @@
 """Open drafts and targets from directories, and make the sources that the runtime loads."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
 from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, UsageError, naming_file
 from dflash_runtime.notices import Notice
+
+logger = logging.getLogger(__name__)
 
 Causality = Literal["causal", "non-causal", "layer-types"]
 """Attention inside a block, instead of the config's. `layer-types`: sliding layers are causal, full layers are not."""
@@ -225,7 +228,9 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
             "is a draft, expected a target", id="draft-as-target", path=checkpoint.path, expected="a target"
         )
     with naming_file(checkpoint.config_path):
-        return TargetSource(read_target(checkpoint.config, checkpoint.config_path), checkpoint)
+        facts = read_target(checkpoint.config, checkpoint.config_path)
+    logger.info("%s: a target of type %s", checkpoint.config_path, facts.model_type)
+    return TargetSource(facts, checkpoint)
 
 
 def read_target(config: Mapping[str, Any], path: Path) -> TargetFacts:

@@ -6,6 +6,7 @@ tiny:dflash2    the bundled DFlash 2 draft
 tiny:dspark     the bundled DSpark draft
 """
 
+import logging
 import os
 import re
 from enum import StrEnum
@@ -22,6 +23,8 @@ from dflash_runtime.errors import CheckpointNotFound, UsageError
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.remote_headers import RemoteRepo
 
+logger = logging.getLogger(__name__)
+
 TINY = "tiny"
 TINY_REDUCED = "tiny:reduced"
 BUNDLED_DRAFTS = {
@@ -34,6 +37,17 @@ BUNDLED_DRAFTS = {
 TINY_TARGET_NAME = "dflash/tiny-python-target"
 """The name of the bundled target in checkpoints."""
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
+
+
+def bundled_names() -> list[str]:
+    """The references of the bundled drafts; `tiny` is also the bundled target."""
+    return [*BUNDLED_DRAFTS]
+
+
+def bundled_targets() -> list[str]:
+    """The references of the bundled targets."""
+    return [TINY]
+
 
 Location: TypeAlias = "Path | RemoteRepo"
 """The place of a checkpoint: a directory, or a listed repository on the hub."""
@@ -63,9 +77,11 @@ def fetch_directory(reference: str, role: Role) -> Path:
     path = _local(reference)
     if reference and path.exists():
         check_is_checkpoint(path)
+        logger.info("%s %s: a directory", role, path)
         return path
     bundled = _bundled(reference, role)
     if bundled is not None:
+        logger.info("%s %s: bundled, in %s", role, reference, bundled)
         return bundled
     if not HUB_ID.match(reference):
         raise CheckpointNotFound(
@@ -116,8 +132,11 @@ def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) 
     from dflash_cli.checkpoints.remote_headers import list_repo
 
     try:
-        return list_repo(reference)
+        found = list_repo(reference)
+        logger.info("%s %s: on the hub; only headers are read", role, reference)
+        return found
     except HubUnreachable as error:
+        logger.info("%s %s: %s; the local cache is used instead", role, reference, error.message)
         try:
             return _download(reference, is_local=True)
         except CheckpointNotFound:
@@ -178,4 +197,6 @@ def _download(reference: str, *, is_local: bool = False) -> Path:
     """The snapshot of a repository in the hub's cache. It is downloaded unless `is_local`."""
     repo, _, revision = reference.partition("@")
     with explained(repo, revision or None):
-        return download_snapshot(repo, revision or None, DOWNLOADED, is_local=is_local)
+        found = download_snapshot(repo, revision or None, DOWNLOADED, is_local=is_local)
+    logger.info("%s: in the cache, %s", reference, found)
+    return found

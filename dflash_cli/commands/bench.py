@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.engine_options import EngineOptions
-from dflash_cli.terminal.options import PairOptions, PromptOptions, ReadingOptions
+from dflash_cli.terminal.options import GateFileOptions, PairOptions, PromptOptions, ReadingOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.sampling_options import BlockOptions
 from dflash_cli.terminal.shown import Shown, Table
@@ -32,7 +32,7 @@ ONE_ROUND = "no intervals: one round was timed, and an interval needs two or mor
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRequest(EngineOptions, BlockOptions, PromptOptions, ReadingOptions, PairOptions):
+class BenchRequest(GateFileOptions, EngineOptions, BlockOptions, PromptOptions, ReadingOptions, PairOptions):
     """Measure how much faster a pair decodes with its draft than without.
 
     The speed-up depends on the text: give prompts of your users with --prompts. Without --prompts or --dataset, the
@@ -59,6 +59,7 @@ class BenchRequest(EngineOptions, BlockOptions, PromptOptions, ReadingOptions, P
 
     def check(self) -> None:
         super().check()
+        self.require_gate("--min-speedup", is_given=self.min_speedup is not None)
         if self.num_speculative_tokens == 0:
             raise UsageError(
                 field="--num-speculative-tokens", found=0, expected="1 or more: 0 leaves nothing to compare"
@@ -147,9 +148,11 @@ def command(request: BenchRequest) -> None:
     for notice in _doubts(found.speeds):
         console.warn(notice)
     if request.min_speedup is not None:
+        from dflash_cli.documents.junit import gate_written
         from dflash_cli.tuning.speed import check_speedup
 
-        doubt = check_speedup(found.speeds, request.min_speedup)
+        with gate_written(request.gate_out, "dflash bench", f"speedup of at least {request.min_speedup:g}"):
+            doubt = check_speedup(found.speeds, request.min_speedup)
         if doubt is not None:
             console.warn(doubt)
 

@@ -31,6 +31,7 @@ class CardRequest(ResultOptions):
     output: Annotated[
         Path | None,
         Option(
+            is_per_run=True,
             short="-o",
             metavar="FILE",
             group=ESSENTIALS,
@@ -40,7 +41,7 @@ class CardRequest(ResultOptions):
     ] = None
     insert: Annotated[
         Path | None,
-        Option(
+        Option(is_per_run=True, 
             metavar="README", group=ESSENTIALS, is_setting=False,
             help="Insert section and metadata into an existing card, and replace earlier ones. Other text stays.",
         ),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import VerdictOptions
+from dflash_cli.terminal.options import GateFileOptions, VerdictOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import UsageError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonRequest(VerdictOptions):
+class ComparisonRequest(GateFileOptions, VerdictOptions):
     """Compare acceptance lengths prompt by prompt: the difference, its interval and a verdict.
 
     Results are files that eval-acceptance wrote with --json or --output, or files of other tools. The kind of a file is
@@ -66,6 +66,7 @@ class ComparisonRequest(VerdictOptions):
                 field="RESULT", found=[str(path) for path in self.results], expected="two or more results",
                 hint="dflash compare OLD NEW",
             )  # fmt: skip
+        self.require_gate("--gate", is_given=self.gate is not None)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -110,15 +111,17 @@ def command(request: ComparisonRequest) -> None:
     """Compare and print."""
     from dflash_cli.comparing.comparison_report import warning
     from dflash_cli.comparing.result_comparison import check_comparable, check_no_regression
+    from dflash_cli.documents.junit import gate_written
 
     found = compare(request)
-    if request.gate is not None:
-        check_comparable(found.items, request.allow_unlike)
-    for text in filter(None, map(warning, found.items)):
-        console.warn(text)
-    console.show(found, lambda: _print(found.items, found.tolerance))
-    if request.gate is not None:
-        check_no_regression(found.items, found.tolerance)
+    with gate_written(request.gate_out, "dflash compare", f"gate {request.gate}"):
+        if request.gate is not None:
+            check_comparable(found.items, request.allow_unlike)
+        for text in filter(None, map(warning, found.items)):
+            console.warn(text)
+        console.show(found, lambda: _print(found.items, found.tolerance))
+        if request.gate is not None:
+            check_no_regression(found.items, found.tolerance)
 
 
 def _print(comparisons: "tuple[Comparison, ...]", tolerance: float | None) -> None:

@@ -30,10 +30,6 @@ LEGEND = (
 """The words that `--dry-run` prints before each key, tensor and file."""
 
 
-def _complete_dialect(typed: str) -> list[str]:
-    return [word for word in writable_words() if word.startswith(typed)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConversionRequest(ForceOptions, ReadingOptions):
     """Convert a draft to another dialect, a checkpoint format. Tensors are copied byte for byte.
@@ -54,7 +50,7 @@ class ConversionRequest(ForceOptions, ReadingOptions):
     to: Annotated[
         str,
         Option(
-            metavar="DIALECT", group=ESSENTIALS, complete=_complete_dialect,
+            metavar="DIALECT", group=ESSENTIALS, 
             help=lambda: f"Dialect to write: {', '.join(writable_words())}. A dialect named "
             "after an engine is native, with every key set so that the engine reads the draft as it was trained.",
         ),
@@ -72,7 +68,8 @@ class ConversionRequest(ForceOptions, ReadingOptions):
         Option(metavar="NAME", group=ESSENTIALS, help="Name to store for the target. Default: its hub id."),
     ] = None
     dry_run: Annotated[
-        bool, Option(group=ESSENTIALS, is_setting=False, help="Show what would be done, and write nothing.")
+        bool,
+        Option(is_per_run=True, group=ESSENTIALS, is_setting=False, help="Show what would be done, and write nothing."),
     ] = False
     verify: Annotated[
         Verification,
@@ -84,7 +81,11 @@ class ConversionRequest(ForceOptions, ReadingOptions):
     ] = "roundtrip"
     allow_lossy: Annotated[
         bool,
-        Option(group=ESSENTIALS, help="Convert although the new dialect cannot hold all settings or tensors."),
+        Option(
+            is_per_run=True,
+            group=ESSENTIALS,
+            help="Convert although the new dialect cannot hold all settings or tensors.",
+        ),
     ] = False
     quantize: Annotated[
         Literal["fp8"] | None,

@@ -1,15 +1,10 @@
 """`dflash docs`: show the documentation of this release, offline."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from dflash_cli.terminal import console, documentation
 from dflash_cli.terminal.requests import Argument, Request
-
-
-def _complete(typed: str) -> Sequence[str]:
-    return [name for name in documentation.topics() if name.startswith(typed)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +16,7 @@ class DocsRequest(Request):
 
     topic: Annotated[
         str | None,
-        Argument(
-            metavar="TOPIC", complete=_complete, help="The page to show, such as tutorial. Default: list all pages."
-        ),
+        Argument(metavar="TOPIC", help="The page to show, such as tutorial. Default: list all pages."),
     ] = None
 
 

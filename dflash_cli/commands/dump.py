@@ -31,7 +31,10 @@ class DumpRequest(ConcurrencyOptions, EngineOptions, SamplingOptions, PromptOpti
 
     target: Annotated[str, Argument(metavar="TARGET", flag="--target", short="-t", help=TARGET_HELP)]
     output: Annotated[
-        Path | None, Option(short="-o", metavar="DIR", group=ESSENTIALS, is_setting=False, help="Folder of the dump.")
+        Path | None,
+        Option(
+            is_per_run=True, short="-o", metavar="DIR", group=ESSENTIALS, is_setting=False, help="Folder of the dump."
+        ),
     ] = None
     taps_from: Annotated[
         str | None,
@@ -140,7 +143,7 @@ def _write(session: "PairSession", request: "DumpPlan") -> "DumpSummary":
     from dflash_cli.generation.outputs import ProgressSink
 
     with ExitStack() as stack:
-        sink = ProgressSink(sum(row.num_turns for row in request.rows), stack)
+        sink = ProgressSink(sum(row.num_turns for row in request.rows), stack, request.params.max_new_tokens)
         try:
             return write(session, request, sink)
         except KeyboardInterrupt as error:

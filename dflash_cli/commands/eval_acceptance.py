@@ -1,6 +1,7 @@
 """`dflash eval-acceptance`: how many tokens a pair commits per step, with a confidence interval."""
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,7 +66,7 @@ class EvaluationRequest(
 
     workers: Annotated[
         str | None,
-        Option(
+        Option(is_per_run=True, 
             metavar="N", group=ENGINE, is_setting=False,
             help="Spread the prompts over N processes, one per GPU, or over a Ray cluster: auto or ray://HOST:PORT, "
             "with #N for N workers. Prompts of a lost worker are asked again. Needs ray (extra: ray).",
@@ -73,14 +74,14 @@ class EvaluationRequest(
     ] = None  # fmt: skip
     show_all: Annotated[
         bool,
-        Option(
+        Option(is_per_run=True, 
             flag="--all", group=OUTPUT, is_setting=False,
             help="Also show the most often rejected tokens, and the figure in each project's definition.",
         ),
     ] = False  # fmt: skip
     trace: Annotated[
         int,
-        Option(
+        Option(is_per_run=True, 
             min=0, group=OUTPUT, is_setting=False,
             help="Also show each step of the first N prompts: accepted tokens, the target's token, the rejected token.",
         ),
@@ -141,7 +142,8 @@ def command(request: EvaluationRequest) -> None:
     if request.mode == "replay":
         evaluation = _replay(request)
         console.show(evaluation, lambda: _print(evaluation, show_all=request.show_all))
-        _check_minimum(evaluation, request)
+        with request.verdict_of("eval-acceptance"):
+            _check_minimum(evaluation, request)
         return
     from dflash_cli.generation.announcements import note_cut_answers, suggest_diagnosis, tell_failed_prompts
     from dflash_cli.generation.outputs import show_steps
@@ -151,11 +153,12 @@ def command(request: EvaluationRequest) -> None:
     show_steps(tally.answers, pair.tokenizer, request.trace)
     note_cut_answers(tally.outputs, request.sampling_params(request.max_new_tokens), max_model_len)
     suggest_diagnosis(evaluation.base.counts, pair.references)
-    if evaluation.failed:
-        tell_failed_prompts(evaluation.failed, is_allowed=request.allow_failed, num_prompts=evaluation.num_prompts)
-        if not request.allow_failed or not evaluation.total.num_conversations:
-            raise typer.Exit(max(failure.exit_code for failure in evaluation.failed))
-    _check_minimum(evaluation, request)
+    with request.verdict_of("eval-acceptance"):
+        if evaluation.failed:
+            tell_failed_prompts(evaluation.failed, is_allowed=request.allow_failed, num_prompts=evaluation.num_prompts)
+            if not request.allow_failed or not evaluation.total.num_conversations:
+                raise typer.Exit(max(failure.exit_code for failure in evaluation.failed))
+        _check_minimum(evaluation, request)
 
 
 def _replay(request: EvaluationRequest) -> "Evaluation":
@@ -232,9 +235,12 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
             evaluation = compare_with_one_engine(evaluation, handed, plan, tally)
             max_model_len = handed.max_model_len
     else:
+        from dflash_cli.acceptance.answered_run import find_answered
         from dflash_cli.workers.open_crew import open_answering
 
-        with open_answering(pair, config, request.workers, threads=request.threads) as answering:
+        answered = find_answered(pair, config, plan)
+        opened = open_answering(pair, config, request.workers, threads=request.threads)
+        with opened if answered is None else nullcontext(answered) as answering:
             evaluation, tally = _measure(answering, plan)
             max_model_len = answering.max_model_len
     evaluation = dataclasses.replace(evaluation, settings=to_json({**request.settings(), **evaluation.settings}))
@@ -263,7 +269,8 @@ def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluatio
 
     answering.warm_up(plan.params, len(plan.rows))
     tally = Tally(answering.num_draft_tokens)
-    with AcceptanceProgress(sum(row.num_turns for row in plan.rows)) as progress:
+    num_answers = sum(row.num_turns for row in plan.rows)
+    with AcceptanceProgress(num_answers, plan.params.max_new_tokens) as progress:
         try:
             evaluation = measure(answering, plan, tally=tally, progress=progress)
         except KeyboardInterrupt as error:

@@ -1,6 +1,5 @@
 """`dflash explain`: explain a validation rule, offline."""
 
-import difflib
 import textwrap
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,6 +12,7 @@ from dflash_cli.terminal.options import refuse_beside
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
+from dflash_runtime.phrases import guess
 
 WIDTH = 78
 
@@ -112,10 +112,8 @@ def _find(name: str) -> Rule:
     rules = {rule.id: rule for rule in all_rules()}
     if name.upper() in rules:
         return rules[name.upper()]
-    close = difflib.get_close_matches(name.upper(), rules, n=1)
-    guess = f"; did you mean {close[0]}?" if close else ""
     raise UsageError(
-        f"unknown rule {name!r}{guess}",
+        f"unknown rule {name!r}{guess(name, rules)}",
         id="unknown-rule",
         field="ID",
         found=name,
@@ -132,4 +130,4 @@ def _list(rules: Rules, *, as_json: bool) -> None:
         console.result(theme)
         for rule in rules:
             if rule.theme == theme:
-                console.result(f"  {rule.id}  {rule.severity:7}  {rule.title}")
+                console.severity_line(f"  {rule.id}  ", f"{rule.severity:7}", f"  {rule.title}")

@@ -31,7 +31,7 @@ class ExportRequest(ResultOptions):
     ]  # fmt: skip
     output: Annotated[
         Path | None,
-        Option(
+        Option(is_per_run=True, 
             short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="Write to FILE; golden-al adds to an existing file. Default: stdout.",
         ),

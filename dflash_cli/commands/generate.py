@@ -82,7 +82,7 @@ class GenerationRequest(
     ] = None
     output: Annotated[
         str | None,
-        Option(
+        Option(is_per_run=True, 
             short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="Write the answers to FILE as JSON Lines; - writes them to stdout.",
         ),
@@ -97,7 +97,7 @@ class GenerationRequest(
     ] = None  # fmt: skip
     trace: Annotated[
         int,
-        Option(
+        Option(is_per_run=True, 
             min=0, group=OUTPUT, is_setting=False,
             help="Show each step of the first N prompts: accepted tokens, the target's own token, the rejected one. "
             "--output and --json contain these steps too.",
@@ -283,7 +283,7 @@ def _open_sinks(
     if request.output is not None:
         yield open_row_sink(rows, request.output, stack, session.llm.num_draft_tokens, num_traced=request.trace)
     if request.output is not None or console.is_json() or request.handoff_out is not None:
-        yield ProgressSink(sum(row.num_turns for row in rows), stack)
+        yield ProgressSink(sum(row.num_turns for row in rows), stack, request.max_new_tokens)
     elif request.trace:
         yield TraceSink(rows, session.tokenizer, request.trace)
     else:

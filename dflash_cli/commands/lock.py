@@ -26,7 +26,14 @@ class LockRequest(ForceOptions, PairOptions):
 
     output: Annotated[
         Path,
-        Option(short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False, help="File to write the lock to."),
+        Option(
+            is_per_run=True,
+            short="-o",
+            metavar="FILE",
+            group=ESSENTIALS,
+            is_setting=False,
+            help="File to write the lock to.",
+        ),
     ] = Path("dflash.lock")
 
 

@@ -56,7 +56,10 @@ def command(request: ProbeRequest) -> None:
     """Ask and print."""
     found = probe(request)
     _show(found)
-    _finish(found, request.min_acceptance, use_lower_bound=request.gate == "lower", allow_failed=request.allow_failed)
+    with request.verdict_of("probe"):
+        _finish(
+            found, request.min_acceptance, use_lower_bound=request.gate == "lower", allow_failed=request.allow_failed
+        )
 
 
 def _probe(request: ProbePlan) -> "Probed":

@@ -28,7 +28,7 @@ class ReportRequest(ForceOptions):
     ]
     output: Annotated[
         Path | None,
-        Option(
+        Option(is_per_run=True, 
             short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="Write to FILE: .html, .png, .md or .csv. Default: stdout.",
         ),

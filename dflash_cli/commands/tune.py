@@ -77,7 +77,7 @@ class TuningRequest(
     ] = 4  # fmt: skip
     output: Annotated[
         Path | None,
-        Option(
+        Option(is_per_run=True, 
             short="-o", metavar="DIR", group=ESSENTIALS, is_setting=False,
             help="Keep each answer when it ends, and the step times, in files of DIR.",
         ),

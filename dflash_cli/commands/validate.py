@@ -1,7 +1,6 @@
 """`dflash validate`: check a draft, its fit with the target, and which engines can serve it."""
 
 import shutil
-import sys
 import textwrap
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from dflash_cli.commands.inspect import tell_traffic
 from dflash_cli.commands.lock import check_lock
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.engines.serving_engine import known_engines, parse_engines
+from dflash_cli.rules.findings_files import FindingsFile
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, Level, ignored_ids
 from dflash_cli.rules.subject import ValidationPlan
@@ -24,7 +24,7 @@ from dflash_cli.rules.validator import validate_draft
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import (
     DraftOptions,
-    ForceOptions,
+    FindingsFileOptions,
     LockOptions,
     RuleOptions,
     ServedOptions,
@@ -51,7 +51,7 @@ OF_RUNS = tuple(item.name for item in parameters_of(DiagnosisOptions))
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRequest(
-    DiagnosisOptions, ForceOptions, LockOptions, ServedOptions, RuleOptions, TargetOptions, DraftOptions
+    DiagnosisOptions, FindingsFileOptions, LockOptions, ServedOptions, RuleOptions, TargetOptions, DraftOptions
 ):
     """Check a draft, alone or with its target; exits with 3 if it finds an error, 5 if it is not a DFlash draft."""
 
@@ -72,7 +72,7 @@ class ValidationRequest(
     ] = "headers"
     fix_out: Annotated[
         Path | None,
-        Option(
+        Option(is_per_run=True, 
             metavar="DIR", group=ESSENTIALS, is_setting=False,
             help="Write a corrected copy to DIR, and list what could not be corrected.",
         ),
@@ -101,10 +101,12 @@ def validate(request: ValidationRequest) -> Report:
 
 def command(request: ValidationRequest) -> None:
     """Check, correct and print."""
+    file = FindingsFile.of(request, f"dflash validate {request.draft}")
     plan, report, pair = _validate(request)
     fails = report.fails(strict=request.strict)
     document = replace(report.document, passed=not fails)
-    if not console.is_json():
+    file.write(report, report.path.joinpath, strict=request.strict)
+    if file.leaves_text:
         _print(report, is_target_missing=pair.target is None)
     if request.fix_out is not None:
         from dflash_cli.conversion.repair import repair_draft
@@ -112,7 +114,7 @@ def command(request: ValidationRequest) -> None:
         repaired = repair_draft(plan, report, request.fix_out, force=request.force)
         document = replace(document, repaired=repaired.entry if repaired else None)
         fails = (repaired.after if repaired else report).fails(strict=request.strict)
-        if not console.is_json():
+        if file.leaves_text:
             _print_repaired(request.fix_out, repaired, report)
     if console.is_json():
         console.result_json(document)
@@ -208,23 +210,25 @@ def print_finding(finding: Finding) -> None:
     it has a command to copy.
     """
     named = f" [{', '.join(finding.engines)}]" if finding.engines else ""
-    _say(f"{finding.id} {finding.severity:7} {finding.location}: {finding.message}{named}", "")
+    severity = f"{finding.severity:7}"
+    first, *rest = _wrapped(f"{finding.id} {severity} {finding.location}: {finding.message}{named}", "")
+    before, after = f"{finding.id} ", first.removeprefix(f"{finding.id} {severity}")
+    console.severity_line(before, severity, after)
+    console.result(*rest)
     if finding.effect:
-        _say(f"effect: {finding.effect}", INDENT)
+        console.result(*_wrapped(f"effect: {finding.effect}", INDENT))
     if finding.fix:
         console.result(f"{INDENT}fix: {console.as_typed(finding.fix)}")
 
 
-def _say(text: str, indent: str) -> None:
-    if not sys.stdout.isatty():
-        console.result(indent + text)
-        return
+def _wrapped(text: str, indent: str) -> list[str]:
+    """The lines of a text on a terminal; one line in a pipe."""
+    if not console.is_terminal():
+        return [indent + text]
     width = min(shutil.get_terminal_size().columns, WIDEST)
-    console.result(
-        *textwrap.wrap(
-            text, width, initial_indent=indent, subsequent_indent=INDENT + indent, break_on_hyphens=False,
-            break_long_words=False,
-        )
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=INDENT + indent, break_on_hyphens=False,
+        break_long_words=False,
     )  # fmt: skip
 
 

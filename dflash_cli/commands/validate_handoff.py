@@ -8,9 +8,10 @@ import typer
 
 from dflash_cli.commands.validate import FAILED, print_finding
 from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.rules.findings_files import FindingsFile
 from dflash_cli.rules.rule import RuleLevel, ignored_ids
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import RuleOptions
+from dflash_cli.terminal.options import FindingsFileOptions, RuleOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import plural
@@ -23,7 +24,7 @@ START = "the engine's arguments as a JSON object, or the serve command"
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandoffValidationRequest(RuleOptions):
+class HandoffValidationRequest(FindingsFileOptions, RuleOptions):
     """Check two servers, one for prefill and one for decode: does the draft's context KV arrive?
 
     Each file describes one server: the engine's arguments as a JSON object, or the serve command. Exits with 3 if the
@@ -56,8 +57,12 @@ def validate_handoff(request: HandoffValidationRequest) -> "TransferReport":
 
 def command(request: HandoffValidationRequest) -> None:
     """Check and print."""
+    file = FindingsFile.of(request, f"dflash validate-handoff {request.prefill} {request.decode}")
     report = validate_handoff(request)
-    console.show(report, lambda: _print(report))
+    paths = {path.name: path for path in (request.prefill, request.decode)}
+    file.write(report, lambda name: paths.get(name, Path(name)), strict=request.strict)
+    if console.is_json() or file.leaves_text:
+        console.show(report, lambda: _print(report))
     if not report.passed:
         raise typer.Exit(FAILED)
 

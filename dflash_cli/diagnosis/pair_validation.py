@@ -35,15 +35,15 @@ def validate_running(plan: ValidationPlan, settings: RunSettings) -> RunReport:
     from dflash_runtime.models.target import find_target_runtime
 
     find_target_runtime(subject.target_source, settings.config.wanted_runtime)
-    findings, num_rules = find_up_to(subject, "weights")
+    findings, checked = find_up_to(subject, "weights")
     search, notes = None, _reasons_not_to_run(subject, findings)
     if not notes:
         search = _search(subject, settings)
         notes = (*(f"left out: {reason}" for reason in search.left_out), *search.warnings)
         rules = rules_of("run")
         findings = findings + apply_rules(rules, copy_fields(RunSubject, subject, search=search))
-        num_rules += len(rules)
-    report = report_of(subject, findings, num_rules)
+        checked = [*checked, *rules]
+    report = report_of(subject, findings, checked)
     return copy_fields(RunReport, report, level="run", notes=notes, search=search)
 
 

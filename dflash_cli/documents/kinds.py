@@ -30,6 +30,11 @@ class Kind:
         return tuple(getattr(import_module(module), name) for module, name in pairs)
 
 
+def kind_names() -> list[str]:
+    """The names of all kinds."""
+    return [*KINDS]
+
+
 def _printed(command: str, *classes: str) -> Kind:
     return Kind(f"What dflash {command} --json prints", classes)
 

@@ -4,7 +4,7 @@ An engine is one file in this package: a class decorated `@ENGINES.register(name
 the dialect that is written for it. All other code asks the registry for engines.
 """
 
-import difflib
+import logging
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +23,7 @@ from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.config import TargetFacts
 from dflash_runtime.errors import UsageError
+from dflash_runtime.phrases import closest
 from dflash_runtime.registry import Registry
 
 Release = tuple[int, ...]
@@ -224,6 +225,8 @@ class ServingEngine:
         raise NotImplementedError
 
 
+logger = logging.getLogger(__name__)
+
 ENGINES: Registry[type[ServingEngine]] = Registry("engine")
 
 
@@ -330,8 +333,11 @@ def words_of(options: Mapping[str, object]) -> list[str]:
     return [word for option, value in options.items() if value for word in (option, str(value))]
 
 
+@cache
 def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
-    """The engines of a text such as `vllm@0.33,sglang`.
+    """The engines of a text such as `vllm@0.33,sglang`. `vLLM==0.33` is understood too.
+
+    A release above the newest known release is read as that release, with one logged warning.
 
     Raises:
         UsageError: an engine or a release is not known, or an engine is named twice.
@@ -347,6 +353,15 @@ def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
 def known_engines() -> str:
     """Every engine with its releases: `sglang@0.5.23, vllm@0.24..0.33`."""
     return ", ".join(f"{engine.name}{_span(engine)}" for engine in all_engines())
+
+
+def names_with_releases() -> list[str]:
+    """Every engine, alone and with each known release, the newest first: `vllm`, `vllm@0.33`."""
+    releases = ((engine, release) for engine in all_engines() for release in reversed(engine.releases) if release)
+    return [
+        *(engine.name for engine in all_engines()),
+        *(f"{engine.name}@{engine.write_release(release)}" for engine, release in releases),
+    ]
 
 
 def release_text(release: Release) -> str:
@@ -365,19 +380,23 @@ def stated_once(stated: object, subject: Subject) -> tuple[bool, ...]:
 
 
 def _parse(text: str) -> ServingEngine:
-    name, _, release = text.partition("@")
+    name, _, release = text.replace("==", "@").partition("@")
     known = {engine.name: engine for engine in all_engines()}
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        guess = f"; did you mean {close[0]!r}?" if close else ""
+    if name.lower() not in known:
+        close = closest(name, known, cutoff=0.7)
+        guess = f"; did you mean {close}?" if close else ""
         raise _refused("unknown-engine", name, f"unknown engine {name!r}{guess} (known: {known_engines()})")
-    engine = known[name]
+    engine = known[name.lower()]
     if not release:
         return engine(engine.ends()[-1])
     numbers = engine.read_release(release)
-    if numbers is None or not any(numbers[: len(item)] == item for item in engine.releases):
+    if numbers is not None and any(numbers[: len(item)] == item for item in engine.releases):
+        return engine(numbers)
+    if numbers is None or numbers < engine.ends()[-1] or not engine.releases:
         raise _refused("unknown-release", text, f"unknown release {text} (known: {known_engines()})")
-    return engine(numbers)
+    judged = engine(engine.ends()[-1])
+    logger.warning("%s %s is newer than the newest known release: it is judged as %s", engine.name, release, judged)
+    return judged
 
 
 def _refused(id: str, found: str, why: str) -> UsageError:

@@ -4,6 +4,7 @@ Detection asks the dialects in ascending `priority` and takes the first that rec
 DFlash come before DFlash itself, because several of them carry its architecture name.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import canonical_name
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import UnknownFormat, UnsupportedError
+
+logger = logging.getLogger(__name__)
 
 NUMBER = re.compile(r"\d+")
 """Of tensor names that differ by numbers alone, detection looks at one: a checkpoint can have very many tensors."""
@@ -42,6 +45,7 @@ def detect_from(config: Mapping[str, Any], tensor_names: frozenset[str], path: P
     found = find_dialect(config, tensor_names)
     if found is None:
         raise unknown_format(config, path)
+    logger.info("%s: %s, because %s", path, found.format.title, found.evidence)
     return found
 
 

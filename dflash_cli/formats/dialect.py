@@ -5,7 +5,6 @@ into the canonical `DraftConfig`, writes that config back, and locates each fiel
 causality or spells rope is known in that file and nowhere else: every other module asks the class.
 """
 
-import difflib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
 from dflash_runtime.json_values import as_object
 from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import guess
 from dflash_runtime.registry import Registry
 
 Json = dict[str, Any]
@@ -364,10 +364,11 @@ def get_writable(name: str, family: str = Format.family) -> Format:
     if name in FORMATS and not FORMATS[name].writable:
         text = f"dialect {name!r} can be read but not written (writable: {known})"
         raise UsageError(text, id="read-only-dialect", field="--to", found=name)
-    close = difflib.get_close_matches(name, writable_words(), n=1)
-    guess = f"; did you mean {close[0]!r}?" if close else ""
     raise UsageError(
-        f"unknown dialect {name!r}{guess} (known: {known})", id="unknown-dialect", field="--to", found=name
+        f"unknown dialect {name!r}{guess(name, writable_words())} (known: {known})",
+        id="unknown-dialect",
+        field="--to",
+        found=name,
     )
 
 

@@ -40,6 +40,12 @@ if TYPE_CHECKING:
 
     from dflash_runtime.llm import LLM, Delta
 
+LOADED_SETTINGS = {
+    "max_model_len", "dtype", "device", "device_name", "kernels", "target_runtime", "target_quantization", "rounding",
+    "recurrent_rows", "module_swaps",
+}  # fmt: skip
+"""Settings of a run that only a loaded pair knows, unless the user chose them."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -73,6 +79,34 @@ class OpenedPair:
     def template_digest(self) -> str | None:
         """Digest of the chat template; None without a tokenizer."""
         return self.tokenizer.template_digest if self.tokenizer is not None else None
+
+    def known_settings(self, config: EngineConfig, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
+        """The part of `PairSession.run_settings` that is known before the models are loaded.
+
+        An option that is `auto`, or by default depends on the device, is not in it.
+        """
+        identities = {role: asdict(item) for role, item in self.identities.items()}
+        chosen = {
+            "dtype": config.dtype, "kernels": config.kernels, "recurrent_rows": config.recurrent_rows,
+            "device": config.device.partition(":")[0], "target_runtime": config.target_runtime,
+            "max_model_len": config.max_model_len or "auto",
+        }  # fmt: skip
+        return {
+            **{f"{role}_{key}": item[key] for role, item in identities.items() for key in ("digest", "modified_ns")},
+            "num_speculative_tokens": resolve_num_drafts(config, self.draft.config if self.draft is not None else None),
+            "draft_sampling": config.draft_sampling,
+            "adaptive_width": config.adaptive_width,
+            "device_map": config.device_map,
+            **{name: value for name, value in chosen.items() if value != "auto"},
+            **({} if config.module_swaps else {"module_swaps": False}),
+            **self.overrides.settings,
+            "chat": chat,
+            "chat_template_kwargs": self.template_options,
+            **asdict(params),
+            "stop_token_ids": list(params.stop_token_ids),
+            **{name: release_of(name) for name in ("torch", "transformers")},
+            "dflash": __version__,
+        }
 
     def check_chat(self, rows: Sequence[PromptRow], *, chat: bool) -> None:
         """Require a chat template for --chat. Print a note if the target was not trained on chats.
@@ -129,32 +163,21 @@ class PairSession(OpenedPair):
         """
         pair = self.llm.pair
         size = pair.config.tensor_parallel_size
-        identities = {role: asdict(item) for role, item in self.identities.items()}
         return {
-            **{f"{role}_{key}": item[key] for role, item in identities.items() for key in ("digest", "modified_ns")},
+            **self.known_settings(pair.config, params, chat=chat),
             "num_speculative_tokens": self.llm.num_draft_tokens,
-            "draft_sampling": pair.config.draft_sampling,
             "max_model_len": self.llm.limits.max_model_len,
             "dtype": pair.placement.dtype_name,
             "device": self.llm.device.type,
             "device_name": device_name(self.llm.device),
-            "adaptive_width": pair.config.adaptive_width,
             "kernels": pair.placement.kernels.name,
             "target_runtime": pair.target_runtime,
-            "device_map": pair.config.device_map,
             **({} if size == 1 else {"tensor_parallel_size": size}),
             "target_quantization": pair.target_quantization,
             **({} if pair.rounding is None else {"rounding": pair.rounding}),
             **({"kv_dtype": pair.config.kv_dtype} if pair.placement.has_fp8_pages else {}),
             **({} if pair.recurrent_rows is None else {"recurrent_rows": pair.recurrent_rows}),
             **({"module_swaps": pair.config.module_swaps} if pair.target_runtime == "transformers" else {}),
-            **self.overrides.settings,
-            "chat": chat,
-            "chat_template_kwargs": self.template_options,
-            **asdict(params),
-            "stop_token_ids": list(params.stop_token_ids),
-            **{name: release_of(name) for name in ("torch", "transformers")},
-            "dflash": __version__,
         }
 
     def describe(self) -> PairRun:
@@ -220,13 +243,20 @@ def open_session(
 
 def load_session(opened: OpenedPair, config: EngineConfig, *, threads: int | None = None) -> PairSession:
     """Load the weights of an opened pair."""
-    from dflash_runtime.llm import LLM
-
     parts = [opened.target.checkpoint, *([opened.draft.checkpoint] if opened.draft is not None else [])]
-    logger.info("running on %d CPU threads", use_threads(threads, config.device, parts))
-    with console.working("loading weights"):
+    with console.working("loading weights"):  # the import of torch takes seconds too
+        from dflash_runtime.llm import LLM
+
+        logger.info("CPU threads: %d", use_threads(threads, config.device, parts))
         llm = LLM(opened.target, opened.draft, config)
     logger.info("loaded onto %s as %s, K %d", llm.device, llm.dtype, llm.num_draft_tokens)
+    pair = llm.pair
+    logger.info(
+        "engine: target runtime %s, kernels %s, graphs %s, %s scheduling, at most %d requests of %d tokens, "
+        "prefix cache %s", pair.target_runtime, pair.placement.kernels.name, "on" if pair.has_graphs else "off",
+        pair.config.scheduling, pair.config.max_num_requests, llm.limits.max_model_len,
+        "on" if pair.config.prefix_cache else "off",
+    )  # fmt: skip
     for text in llm.warnings:
         console.warn(text)
     return copy_fields(PairSession, opened, llm=llm)

@@ -8,6 +8,7 @@ from pathlib import Path
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.answers import Answer, AnswerRow, Event, split_step
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.generation.token_meter import TokenMeter
 from dflash_cli.generation.tokenizer import REPLACEMENT, StreamDecoder, Tokenizer
 from dflash_cli.terminal import console
 
@@ -158,18 +159,20 @@ class InOrder:
 class ProgressSink:
     """Shows how many prompts are answered, with the acceptance length so far."""
 
-    def __init__(self, num_answers: int, stack: ExitStack) -> None:
-        self._meter = stack.enter_context(console.Meter(num_answers, "prompts"))
+    def __init__(self, num_answers: int, stack: ExitStack, max_new_tokens: int | None = None) -> None:
+        self._meter = TokenMeter(num_answers, max_new_tokens)
+        stack.enter_context(self._meter)
         self._num_answers = self._num_tokens = self._num_steps = 0
 
     def __call__(self, event: Event) -> None:
-        if event.answer is None:
-            return
-        self._num_answers += 1
-        self._num_tokens += sum(event.answer.output.acceptance_lengths)
-        self._num_steps += len(event.answer.output.acceptance_lengths)
-        length = f"{self._num_tokens / self._num_steps:.2f}" if self._num_steps else ""
-        self._meter.update(self._num_answers, length)
+        if event.answer is not None:
+            self._num_answers += 1
+            self._num_tokens += sum(event.answer.output.acceptance_lengths)
+            self._num_steps += len(event.answer.output.acceptance_lengths)
+        self._meter.tell(event, self._num_answers, self._length)
+
+    def _length(self) -> str:
+        return f"{self._num_tokens / self._num_steps:.2f}" if self._num_steps else ""
 
 
 def open_row_sink(

@@ -4,6 +4,7 @@ The bundled pair is a base model for Python, so its set consists of Python code.
 `mix-64`, which consists of chats. The target decides the set, because acceptance depends on the text it writes.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -15,6 +16,8 @@ from dflash_cli.generation.prompts import PromptRow, gather_rows, make_row
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.checkpoint.digests import hash_file
 from dflash_runtime.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 BUNDLED = "bundled"
 MIX = "mix-64"
@@ -79,7 +82,9 @@ def read_prompts(
     if not isinstance(prompts, str | Path):
         return PromptSet(name="given", rows=[_given_row(index, item) for index, item in enumerate(prompts)])
     sha256 = None if str(prompts) == "-" else _hash(Path(prompts))
-    return PromptSet(name=str(prompts), rows=gather_rows([], str(prompts)), sha256=sha256)
+    rows = gather_rows([], str(prompts))
+    logger.info("%s: %d prompts", prompts, len(rows))
+    return PromptSet(name=str(prompts), rows=rows, sha256=sha256)
 
 
 def _given_row(index: int, item: str | Sequence[int]) -> PromptRow:

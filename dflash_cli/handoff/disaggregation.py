@@ -85,7 +85,7 @@ def _answer_alone(session: PairSession, plan: EvaluationPlan) -> list[Answer]:
     console.status("answering the same prompts with one engine ...")
     again = replace(plan, journal=None, resume=False, num_resamples=0, scores=False)
     tally = Tally(session.num_draft_tokens)
-    with AcceptanceProgress(sum(row.num_turns for row in plan.rows)) as progress:
+    with AcceptanceProgress(sum(row.num_turns for row in plan.rows), plan.params.max_new_tokens) as progress:
         measure(session, again, tally=tally, progress=progress)
     return [answer for answer in tally.answers if answer.output.error is None]
 

@@ -49,7 +49,7 @@ class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions,
     ] = (1, 8)  # fmt: skip
     result: Annotated[
         Path | None,
-        Option(
+        Option(is_per_run=True, 
             metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="A local result to compare with: a file of eval-acceptance, written with --output or --json.",
         ),
@@ -57,7 +57,11 @@ class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions,
     beside: Annotated[
         str | None,
         Option(
-            metavar="URL", group=ESSENTIALS, is_setting=False, help="Another server to ask the same and compare with."
+            is_per_run=True,
+            metavar="URL",
+            group=ESSENTIALS,
+            is_setting=False,
+            help="Another server to ask the same and compare with.",
         ),
     ] = None
     draft: Annotated[
@@ -93,7 +97,7 @@ class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions,
     ] = 3  # fmt: skip
     api_key_env: Annotated[
         str | None,
-        Option(
+        Option(is_per_run=True, 
             metavar="NAME", group=MEASURING, is_setting=False,
             help="Environment variable with the server's key. The key is sent to URL only, and never printed.",
         ),
@@ -101,7 +105,11 @@ class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions,
     beside_api_key_env: Annotated[
         str | None,
         Option(
-            metavar="NAME", group=MEASURING, is_setting=False, help="Environment variable with the key of --beside."
+            is_per_run=True,
+            metavar="NAME",
+            group=MEASURING,
+            is_setting=False,
+            help="Environment variable with the key of --beside.",
         ),
     ] = None
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from dflash_cli.rules.rule import Finding, Level, Severity
+from dflash_cli.rules.rule import Finding, Level, Rule, Severity
 from dflash_cli.rules.verdict import Verdict
 from dflash_cli.terminal.shown import Shown, Table
-from dflash_runtime.documents import INLINE, computed_key
+from dflash_runtime.documents import HIDDEN, INLINE, computed_key
 from dflash_runtime.phrases import plural
 
 
@@ -18,6 +18,7 @@ class Findings(Shown):
     num_rules: Annotated[int, "rules that were checked"]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
+    checked: Annotated[tuple[Rule, ...], HIDDEN] = ()
 
     def summary(self) -> list[str]:
         errors, warnings = plural(self.num_errors, "error"), plural(self.num_warnings, "warning")

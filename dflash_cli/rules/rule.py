@@ -256,6 +256,11 @@ def all_rules() -> tuple[Rule, ...]:
     return tuple(sorted((rule for level in RULE_LEVELS for rule in rules_of(level)), key=lambda rule: rule.id))
 
 
+def rule_ids() -> list[str]:
+    """The ids of all rules."""
+    return [rule.id for rule in all_rules()]
+
+
 @cache
 def rules_of(level: RuleLevel) -> tuple[Rule, ...]:
     """The rules of one level, by id. Imports no module of another level."""

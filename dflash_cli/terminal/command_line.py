@@ -13,8 +13,9 @@ Typer splits the arguments, calls the command and completes words. The code here
 - `turned_into_errors` reports interruptions. Typer ends silently.
 """
 
-import difflib
 import inspect
+import json
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from importlib import import_module
@@ -24,9 +25,21 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dflash_cli.terminal import console, help_page
+from dflash_cli.terminal.completion import completion_of
+from dflash_cli.terminal.defaults import VARIABLE, find_settings, find_unknown, set_defaults
 from dflash_cli.terminal.interruption import turned_into_errors
-from dflash_cli.terminal.requests import OUTPUT, Option, Parameter, Request, parameters_of
+from dflash_cli.terminal.requests import (
+    OUTPUT,
+    Option,
+    Parameter,
+    Request,
+    json_value,
+    parameters_of,
+    with_defaults,
+)
 from dflash_runtime.errors import UsageError
+from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import closest
 
 
 def _switch(name: str, flag: str, text: str, short: str = "") -> Parameter:
@@ -45,13 +58,17 @@ COMMON = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A line of the command table. `docs` is the topic of `dflash docs` about the command."""
+    """A line of the command table.
+
+    `docs` is the topic of `dflash docs` about the command. `also` are other names that people type for it.
+    """
 
     section: str
     summary: str
     examples: tuple[str, ...] = ()
     docs: str | None = None
     has_json: bool = True
+    also: tuple[str, ...] = ()
 
 
 class AsTyped:
@@ -83,7 +100,25 @@ class CommandTable(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         entry = self.table.get(cmd_name)
-        return load_command(cmd_name, entry) if entry is not None else None
+        if entry is None:
+            return None
+        defaults = {} if ctx.resilient_parsing else self.read_defaults(cmd_name)
+        return load_command(cmd_name, entry, defaults)
+
+    def read_defaults(self, command: str) -> dict[str, tuple[Any, str]]:
+        """Field -> default and origin, from dflash.toml and variables.
+
+        Raises:
+            UsageError: a file cannot be read, a key is unknown, or a value is wrong.
+        """
+        settings = find_settings(self.table)
+        if not settings:
+            return {}
+        for setting, error in find_unknown(command, settings, [*self.table], parameters_of_command):
+            if setting.source != VARIABLE:
+                raise error
+            console.warn(Notice(f"ignored: {error.message}; {error.hint}", id="unknown-variable", field=setting.origin))
+        return set_defaults(command, parameters_of_command(command), settings)
 
     def get_params(self, ctx: Any) -> Any:
         return _as_typed(super().get_params(ctx))
@@ -116,9 +151,10 @@ class CommandTable(TyperGroup):
         """
         name = args[0]
         if name not in self.table and not ctx.resilient_parsing:
-            close = difflib.get_close_matches(name, self.table, n=1)
+            words = {word: meant for meant, entry in self.table.items() for word in (meant, *entry.also)}
+            close = closest(name, words)
             raise UsageError(
-                f"unknown command {name!r}" + (f"; did you mean {close[0]}?" if close else ""),
+                f"unknown command {name!r}" + (f"; did you mean {words[close]}?" if close else ""),
                 id="unknown-command",
                 found=name,
                 hint=f"{ctx.command_path} --help lists the commands",
@@ -164,10 +200,27 @@ class RequestCommand(TyperCommand):
         return help_page.usage_pieces(self.parameters)
 
 
-def load_command(name: str, entry: Entry) -> RequestCommand:
-    """Import a command's module and make the command that Typer runs. Modules have the names of their commands."""
-    function = import_module(f"dflash_cli.commands.{name.replace('-', '_')}").command
-    kind = request_class(function)
+def all_commands() -> list[str]:
+    """The names of all commands, by their modules."""
+    folder = import_module("dflash_cli.commands")
+    return [item.name.replace("_", "-") for item in pkgutil.iter_modules(folder.__path__)]
+
+
+def _function(name: str) -> Callable[..., None]:
+    """The function of a command. Modules have the names of their commands."""
+    found: Callable[..., None] = import_module(f"dflash_cli.commands.{name.replace('-', '_')}").command
+    return found
+
+
+def parameters_of_command(name: str) -> tuple[Parameter, ...]:
+    """The parameters of a command, with their built-in defaults."""
+    return parameters_of(request_class(_function(name)))
+
+
+def load_command(name: str, entry: Entry, defaults: Mapping[str, tuple[Any, str]] | None = None) -> RequestCommand:
+    """Import a command's module and make the command that Typer runs. `defaults` are as in `with_defaults`."""
+    function = _function(name)
+    kind = with_defaults(request_class(function), defaults or {})
     app = _plain_app(add_completion=False)
     app.command(name, cls=RequestCommand, help=kind.__doc__)(_callback(entry, function, kind))
     command = typer.main.get_command(app)
@@ -237,7 +290,13 @@ def read_request(kind: type[Request], typed: Mapping[str, Any]) -> Request:
                 field=item.title,
                 found=MISSING,
             )
-    return kind(**values)
+    try:
+        return kind(**values)
+    except UsageError as error:
+        origin = next((item.origin for item in parameters if error.field in (item.title, item.name)), "")
+        if origin and not error.hint:
+            error.hint = f"{error.field} is set in {origin}"
+        raise
 
 
 def _moved_up(parameters: tuple[Parameter, ...], typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,10 +331,29 @@ def _callback(entry: Entry, function: Callable[..., None], kind: type[Request]) 
         del values[HELP_ALL.name]
         _configure(values)
         console.configure(json=bool(values.pop(JSON.name, None)))
-        function(read_request(kind, values))
+        request = read_request(kind, values)
+        _tell_defaults(request)
+        function(request)
 
     items = (*parameters_of(kind), *([JSON] if entry.has_json else []), *COMMON)
     return _with_parameters(run, [*(found for item in items for found in _for_typer(item)), HELP_ALL])
+
+
+def _tell_defaults(request: Request) -> None:
+    """Print the options that dflash.toml or a variable decided."""
+    found = [item for item in parameters_of(type(request)) if item.origin]
+    used = [f"{_as_option(item)} ({item.origin})" for item in found if getattr(request, item.name) == item.default]
+    if used:
+        console.note(Notice(f"defaults: {', '.join(used)}", id="defaults-used"))
+
+
+def _as_option(item: Parameter) -> str:
+    """`--dtype float32`, `--no-graphs`."""
+    if item.is_switch:
+        return item.flag if item.default else item.option.off or f"{item.flag} off"
+    value = json_value(item.default)
+    text = ",".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
+    return f"{item.flag} {value if isinstance(value, str) else text}"
 
 
 def _show_all(ctx: typer.Context, is_asked: bool | None) -> None:
@@ -306,7 +384,7 @@ HELP_ALL = _keyword(
 def _for_typer(item: Parameter) -> list[inspect.Parameter]:
     """A parameter for Typer, with its flags and text as its value. An argument with a flag is two parameters."""
     text: Any = list[str] | None if item.is_list else str | None
-    option, found, completion = item.option, [], _completion(item)
+    option, found, completion = item.option, [], completion_of(item)
     if item.is_argument:
         info = typer.Argument(metavar=item.metavar, help=option.text, autocompletion=completion)
         found.append((item.name, text, info))
@@ -318,8 +396,3 @@ def _for_typer(item: Parameter) -> list[inspect.Parameter]:
         info = typer.Option(*item.flags, metavar=item.metavar, help=option.text, autocompletion=completion)
         found.append((name, text, info))
     return [_keyword(*item) for item in found]
-
-
-def _completion(item: Parameter) -> Callable[..., Any] | None:
-    choices = list(item.choices)
-    return item.option.complete or ((lambda: choices) if choices else None)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
 
 from dflash_cli.terminal.interruption import ReaderGone, discard
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     import logging
 
     from rich.console import Console
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn
+
+SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
 """Characters of tables and their replacements for ASCII terminals."""
@@ -201,7 +203,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
         justify: Literal["left", "right"] = "right" if _is_column_numeric(rows, index) else "left"
         drawn.add_column(Text(column), justify=justify, overflow="fold")
     for row in rows:
-        drawn.add_row(*(Text(cell) for cell in row))
+        drawn.add_row(*(Text(cell, style=SEVERITY_STYLES.get(cell, "")) for cell in row))
     _rich_stdout().print(drawn)
 
 
@@ -210,20 +212,30 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
+def has_colours(stream: TextIO) -> bool:
+    """Whether a stream gets colours: a terminal without NO_COLOR, or any stream with FORCE_COLOR alone."""
+    return not os.environ.get("NO_COLOR") and (stream.isatty() or bool(os.environ.get("FORCE_COLOR")))
+
+
 def dim(text: str) -> str:
-    """The text, dimmed if stdout is a terminal with colours."""
-    return f"\x1b[2m{text}\x1b[0m" if is_terminal() and not os.environ.get("NO_COLOR") else text
+    """The text, dimmed if stdout has colours."""
+    return f"\x1b[2m{text}\x1b[0m" if has_colours(sys.stdout) else text
+
+
+def severity_line(before: str, severity: str, after: str) -> None:
+    """Print one line on stdout with a coloured severity. `severity` may be padded."""
+    spans([(before, ""), (severity, SEVERITY_STYLES.get(severity.strip(), "")), (after, "")])
 
 
 def spans(parts: Iterable[tuple[str, str]]) -> None:
-    """Print one line of (text, style) parts on stdout, coloured on a terminal."""
+    """Print one line of (text, style) parts on stdout, coloured if stdout has colours. The line is not wrapped."""
     parts = [(safe_line(text), style) for text, style in parts]
-    if not sys.stdout.isatty():
+    if not has_colours(sys.stdout):
         result("".join(text for text, _ in parts))
         return
     from rich.text import Text
 
-    _rich_stdout().print(Text.assemble(*parts))
+    _rich_stdout().print(Text.assemble(*parts), soft_wrap=True)
 
 
 def progress() -> "Progress":
@@ -256,14 +268,18 @@ def _display(*columns: "ProgressColumn") -> "Progress":
     return Progress(*columns, console=console, transient=True, disable=_is_quiet or not console.is_terminal)
 
 
+WIDEST_BAR = 16
+
+
 class Meter:
-    """Progress of a run: `12/64 prompts  3.41 [3.2, 3.6]  0:12 left`, on stderr.
+    """Progress of a run: `12/64 prompts  acceptance 3.41 [3.2, 3.6]  0:12 left`, on stderr.
 
     A terminal shows a bar. A log gets a line after every SECONDS and SHARE of the work.
     """
 
     SECONDS = 10.0
     SHARE = 0.1
+    REDRAW_S = 0.2
 
     def __init__(self, total: int, unit: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
@@ -274,13 +290,15 @@ class Meter:
         self._num_before = 0
         self._is_terminal = sys.stderr.isatty()
         self._display: Progress | None = None
+        self._bar: BarColumn
+        self._drawn_at = self._started
 
-    def __enter__(self) -> "Meter":
+    def __enter__(self) -> Self:
         if self._is_terminal and not _is_quiet:
-            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, TextColumn
 
-            text = TextColumn("{task.description}", markup=False)
-            self._display = _display(BarColumn(bar_width=16), text, TimeElapsedColumn())
+            self._bar = BarColumn(bar_width=WIDEST_BAR)
+            self._display = _display(self._bar, TextColumn("{task.description}", markup=False))
             self._display.start()
             self._display.add_task(self.line(0, ""), total=self._total)
         return self
@@ -300,22 +318,34 @@ class Meter:
             self._display.update(task, total=total)
         self._total = total
 
-    def update(self, num_done: int, estimate: str = "") -> None:
-        """Show how much is done, and the estimate so far."""
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._started
+
+    def is_due_again(self) -> bool:
+        """Whether a bar is shown that has not changed for REDRAW_S."""
+        return self._display is not None and self._clock() - self._drawn_at >= self.REDRAW_S
+
+    def update(self, num_done: int, estimate: str = "", *, partial: float = 0.0) -> None:
+        """Show how much is done, and the estimate so far. `partial` is the finished share of running work."""
         if self._display is not None:
+            self._drawn_at = self._clock()
+            line = self.line(num_done, estimate, partial)
+            self._bar.bar_width = max(4, min(WIDEST_BAR, self._display.console.width - len(line) - 2))
             (task,) = self._display.task_ids
-            self._display.update(task, completed=num_done, description=self.line(num_done, estimate))
+            self._display.update(task, completed=num_done + partial, description=line)
         elif not self._is_terminal and self._is_due(num_done):
             self._said_at, self._said_done = self._clock(), num_done
             status(self.line(num_done, estimate))
 
-    def line(self, num_done: int, estimate: str) -> str:
-        """`12/64 prompts  3.41 [3.2, 3.6]  0:12 left`."""
+    def line(self, num_done: int, estimate: str, partial: float = 0.0) -> str:
+        """`12/64 prompts  acceptance 3.41 [3.2, 3.6]  0:12 left`."""
         estimate = safe_line(estimate)
         parts = [f"{num_done}/{self._total} {self._unit}", estimate]
-        if self._num_before < num_done < self._total:
-            rate = (num_done - self._num_before) / max(self._clock() - self._started, 1e-9)
-            left = (self._total - num_done) / rate
+        if self._num_before < num_done + partial < self._total:
+            rate = (num_done + partial - self._num_before) / max(self.seconds, 1e-9)
+            left = (self._total - num_done - partial) / rate
             parts.append(f"{_duration(left)} left")
         return "  ".join(part for part in parts if part)
 
@@ -347,18 +377,17 @@ def _log_to_stderr(verbosity: int) -> None:
         logger = logging.getLogger(name)
         logger.handlers = [warnings]
         if verbosity:
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-            handler.addFilter(_make_safe)
-            handler.addFilter(lambda record: record.levelno < logging.WARNING)
-            logger.addHandler(handler)
+            steps = logging.Handler()
+            steps.addFilter(lambda record: record.levelno < logging.WARNING)
+            steps.emit = _tell_step  # type: ignore[method-assign]
+            logger.addHandler(steps)
             logger.setLevel(logging.INFO if verbosity == 1 else logging.DEBUG)
 
 
-def _make_safe(record: "logging.LogRecord") -> bool:
-    """Escape the message of a log record. A filter that keeps every record."""
-    record.msg, record.args = safe_line(record.getMessage()), None
-    return True
+def _tell_step(record: "logging.LogRecord") -> None:
+    """Print a logged step, with -vv also its module."""
+    where = f"{record.name}: " if _verbosity > 1 else ""
+    _say(record.levelname.lower(), "dim", f"{where}{record.getMessage()}")
 
 
 def _escape(found: re.Match[str]) -> str:
@@ -375,11 +404,14 @@ def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: s
     for line in [title] if title else []:
         result(line)
     for row in shown:
-        cells = []
+        parts = []
         for cell, width, is_right in zip(row, widths, rights, strict=True):
             space = " " * (width - cell_len(cell))
-            cells.append(space + cell if is_right else cell + space)
-        result("  ".join(cells).rstrip())
+            parts += [(space, "")] * is_right + [(cell, SEVERITY_STYLES.get(cell, ""))] + [(space, "")] * (not is_right)
+            parts.append(("  ", ""))
+        while parts and not parts[-1][0].strip():
+            parts.pop()
+        spans(parts)
 
 
 def _rich_stdout() -> "Console":
@@ -405,12 +437,12 @@ def _is_column_numeric(rows: Sequence[Sequence[str]], index: int) -> bool:
 
 def _say(label: str, colour: str, text: str) -> None:
     text = as_typed(text)
-    if sys.stderr.isatty():
+    if has_colours(sys.stderr):
         from rich.console import Console
         from rich.text import Text
 
-        line = Text(f"{label}: ", style=f"bold {colour}")
-        Console(stderr=True, soft_wrap=True, highlight=False).print(line + Text(safe_line(text)))
+        line = Text.assemble((f"{label}: ", f"bold {colour}"), safe_line(text))
+        Console(stderr=True, soft_wrap=True, highlight=False).print(line)
     else:
         error_text(f"{label}: {text}")
 

@@ -3,12 +3,12 @@
 A wheel has the pages in `dflash_cli/docs`. A checkout has them in the folder `docs` of the repository.
 """
 
-import difflib
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from dflash_runtime.errors import UsageError
+from dflash_runtime.phrases import closest
 
 SECTIONS = ("how-to", "reference", "explanation", "measurements")
 """The folders of pages, in the order in which they are listed."""
@@ -27,13 +27,13 @@ def text(topic: str) -> str:
     """
     page = _pages().get(topic)
     if page is None:
-        close = difflib.get_close_matches(topic, _pages(), n=1)
+        close = closest(topic, _pages())
         raise UsageError(
             field="TOPIC",
             found=topic,
             expected=f"one of {', '.join(_pages())}",
             id="unknown-topic",
-            hint=f"did you mean {close[0]}?" if close else None,
+            hint=f"did you mean {close}?" if close else None,
         )
     return page.read_text(encoding="utf-8")
 

@@ -1,5 +1,6 @@
 """Versions, devices and hub settings of this installation, and other packages that use the name `dflash`."""
 
+import json
 import os
 import platform
 import re
@@ -12,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import ClassVar
 
+from dflash_cli.terminal.defaults import SetDefault
 from dflash_cli.terminal.shown import Shown
 
 DISTRIBUTION = "dflash-cli"
@@ -41,6 +43,7 @@ class Environment(Shown):
     cache_bytes_free: int | None
     variables: dict[str, str]
     script: str | None
+    defaults: tuple[SetDefault, ...] = ()
     warnings: list[str] = field(default_factory=list)
 
     def summary(self) -> list[str]:
@@ -54,10 +57,14 @@ class Environment(Shown):
             **self.variables,
             "script": self.script or "dflash is not on PATH",
         }
-        return [f"{name:16} {value}" for name, value in rows.items()]
+        lines = [f"{name:16} {value}" for name, value in rows.items()]
+        for item in self.defaults:
+            value = json.dumps(item.value, ensure_ascii=False)
+            lines.append(f"{'default':16} {item.option} = {value} ({item.origin}) for {', '.join(item.commands)}")
+        return lines
 
 
-def describe_environment(version: str) -> Environment:
+def describe_environment(version: str, defaults: Sequence[SetDefault] = ()) -> Environment:
     """Describe this installation without slow imports and without the value of any secret."""
     cache = _cache()
     return Environment(
@@ -70,6 +77,7 @@ def describe_environment(version: str) -> Environment:
         cache_bytes_free=_free(cache),
         variables=_variables(),
         script=shutil.which("dflash"),
+        defaults=tuple(defaults),
         warnings=find_conflicts(),
     )
 
@@ -147,6 +155,7 @@ def _variables() -> dict[str, str]:
         if not name.startswith(("HF_", "DFLASH_", "HUGGING_FACE_", "TRANSFORMERS_")) and name not in (
             "CUDA_VISIBLE_DEVICES",
             "NO_COLOR",
+            "FORCE_COLOR",
         ):
             continue
         is_secret = any(part in name for part in SECRETS) and not name.endswith("_PATH")

@@ -123,6 +123,8 @@ def _default(item: Parameter) -> str:
     """The sentence with the default. Empty if the help states it, or if the default is an absent value."""
     if item.is_required:
         return " Required."
+    if item.origin:
+        return f" Set in {item.origin}."
     if item.default in (None, ()) or (item.is_switch and not item.option.off) or "Default:" in item.option.text:
         return ""
     if item.is_switch:

@@ -1,7 +1,9 @@
 """Options that several verbs share, as bases of their request classes."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,11 +21,14 @@ from dflash_cli.terminal.requests import (
     parameters_of,
 )
 from dflash_runtime.checkpoint.strict_json import loads
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import UnsupportedError, UsageError
 
 REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
 DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
 TARGET_HELP = f"Target: {REFERENCE}: tiny."
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+OTHER_DEVICES = ("meta", "mps", "xpu", "hpu", "xla", "mtia")
+"""Devices of torch on which nothing runs here."""
 CarrierName = Literal["file", "gloo", "nccl", "nixl"]
 """Transports of KV between the two engines of a disaggregated run."""
 
@@ -218,6 +223,13 @@ class DeviceOptions(Request):
         ),
     ] = None  # fmt: skip
 
+    def check(self) -> None:
+        super().check()
+        if self.device.partition(":")[0] in OTHER_DEVICES:
+            raise UnsupportedError(field="--device", found=self.device, expected="cpu or cuda")
+        if not DEVICE.fullmatch(self.device):
+            raise UsageError(field="--device", found=self.device, expected="auto, cpu, cuda or cuda:N")
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictOptions(Request):
@@ -241,7 +253,32 @@ class IntervalOptions(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateOptions(Request):
+class GateFileOptions(Request):
+    """A file with the verdict of a gate, for CI."""
+
+    gate_out: Annotated[
+        Path | None,
+        Option(
+            is_per_run=True, metavar="FILE", group=OUTPUT, is_setting=False,
+            help="Write the verdict of the gate to FILE as JUnit XML. An earlier FILE is replaced.",
+        ),
+    ] = None  # fmt: skip
+
+    def require_gate(self, flag: str, *, is_given: bool) -> None:
+        """Refuse --gate-out without a gate.
+
+        Raises:
+            UsageError: the option of the gate is not given.
+        """
+        if self.gate_out is not None and not is_given:
+            raise UsageError(
+                f"--gate-out writes the verdict of {flag}, which is missing", id="option-needs-another",
+                field="--gate-out", hint=f"add {flag}",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions(GateFileOptions):
     """A threshold that the acceptance length must reach."""
 
     min_acceptance: Annotated[
@@ -257,18 +294,31 @@ class GateOptions(Request):
     ] = "point"  # fmt: skip
     allow_failed: Annotated[
         bool,
-        Option(
+        Option(is_per_run=True, 
             group=MEASURING, is_setting=False,
             help="Exit with 0 if some prompts fail. They are listed, and left out of the result.",
         ),
     ] = False  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        self.require_gate("--min-acceptance", is_given=self.min_acceptance is not None)
+
+    def verdict_of(self, command: str) -> AbstractContextManager[None]:
+        """The context in which a command checks its gate, so that --gate-out has the verdict."""
+        from dflash_cli.documents.junit import gate_written
+
+        bound = "lower bound" if self.gate == "lower" else "acceptance length"
+        return gate_written(self.gate_out, f"dflash {command}", f"{bound} of at least {self.min_acceptance}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForceOptions(Request):
     """Whether files are replaced."""
 
-    force: Annotated[bool, Option(group=OUTPUT, is_setting=False, help="Replace files that exist.")] = False
+    force: Annotated[
+        bool, Option(is_per_run=True, group=OUTPUT, is_setting=False, help="Replace files that exist.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +335,10 @@ class ResumeOptions(ForceOptions):
     resume: Annotated[
         bool,
         Option(
-            group=ESSENTIALS, is_setting=False, help="Continue an interrupted run: compute only what --output lacks."
+            is_per_run=True,
+            group=ESSENTIALS,
+            is_setting=False,
+            help="Continue an interrupted run: compute only what --output lacks.",
         ),
     ] = False
 
@@ -304,7 +357,7 @@ class ResumableOptions(ResumeOptions):
 
     output: Annotated[
         Path | None,
-        Option(
+        Option(is_per_run=True, 
             short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="Write each answer to FILE when it ends, as JSON Lines with tokens and steps.",
         ),
@@ -316,9 +369,27 @@ class RuleOptions(Request):
     """Which findings of rules make a command fail."""
 
     strict: Annotated[bool, Option(group=ESSENTIALS, help="Exit with 3 on warnings too.")] = False
-    ignore: Annotated[
-        tuple[str, ...], Option(metavar="ID,...", group=ESSENTIALS, help="Skip rules with these ids.")
-    ] = ()
+    ignore: Annotated[tuple[str, ...], Option(metavar="ID,...", help="Skip rules with these ids.")] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingsFileOptions(ForceOptions):
+    """A file of findings for CI."""
+
+    output: Annotated[
+        Path | None,
+        Option(
+            is_per_run=True, short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
+            help="Also write the findings to FILE: JUnit (.xml) or SARIF (.sarif).",
+        ),
+    ] = None  # fmt: skip
+    format: Annotated[
+        Literal["junit", "sarif"] | None,
+        Option(
+            is_per_run=True, group=OUTPUT, is_setting=False,
+            help="The form of FILE; without --output, print this form instead of text. Default: by the suffix of FILE.",
+        ),
+    ] = None  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

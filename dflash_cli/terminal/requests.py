@@ -10,10 +10,10 @@ The command line, the Python function, `settings` in JSON, shell completion and 
 A field `num_prompts` is the flag `--num-prompts`. A tuple is given as `1,2,3`, or by repeating the flag.
 """
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from functools import cached_property
+from copy import copy
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
+from functools import cached_property, partial
 from inspect import get_annotations
 from pathlib import Path
 from types import NoneType, UnionType
@@ -33,6 +33,7 @@ from typing import (
 
 from dflash_runtime.errors import UsageError
 from dflash_runtime.json_values import is_int, is_number
+from dflash_runtime.phrases import closest
 
 ESSENTIALS = "Essentials"
 OPTIONS = "Options"
@@ -45,6 +46,34 @@ OUTPUT = "Output"
 PAIR = ("draft", "target")
 MAX_INT = 2**63 - 1
 """The options that come right after the arguments."""
+
+OTHER_FLAGS = {
+    "--chat": "--apply-chat-template",
+    "--concurrency": "--batch-size --batches --max-num-requests --max-num-seqs --num-concurrent",
+    "--dataset": "--task --benchmark --dataset-name",
+    "--draft": "--speculator --draft-model --assistant --drafter",
+    "--dtype": "--precision --torch-dtype",
+    "--fix-out": "--fix",
+    "--force": "--overwrite",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--graphs": "--cuda-graphs",
+    "--kernels": "--attention-backend --backend",
+    "--max-model-len": "--max-length --context-length --ctx-size --max-seq-len",
+    "--max-new-tokens": "--max-tokens --output-len --num-tokens --length",
+    "--min-acceptance": "--threshold",
+    "--num-prompts": "--limit --num-samples --max-samples --num-examples --samples --count",
+    "--num-resamples": "--bootstrap",
+    "--num-speculative-tokens": "--num-draft-tokens --speculative-num-draft-tokens --block-size",
+    "--output": "--out --output-file --output-path --save --rows --journal",
+    "--prompts": "--prompt --input --data --file",
+    "--seed": "--random-seed",
+    "--strict": "--fail-on-warnings",
+    "--target": "--model --base-model --verifier --target-model",
+    "--target-name": "--verifier-name",
+    "--temperature": "--temp",
+    "--to": "--dialect --target-format",
+}
+"""Flag -> flags of other programs, for messages about unknown options."""
 
 P = ParamSpec("P")
 Q = TypeVar("Q")
@@ -65,8 +94,8 @@ class Option:
     above, below  exclusive limits of a number
     parse         text -> value, for types that cannot be read otherwise; raises UsageError or ValueError
     expected      the form that `parse` expects, in words
-    complete      typed text -> values that a shell offers
     is_setting    whether the option decides the result; `settings` in JSON has only such options
+    is_per_run    whether the option belongs to one run, so that dflash.toml and variables cannot set it
     """
 
     help: str | Callable[[], str]
@@ -81,8 +110,8 @@ class Option:
     below: float | None = None
     parse: Callable[[str], Any] | None = None
     expected: str = ""
-    complete: Callable[[str], Sequence[str]] | None = None
     is_setting: bool = True
+    is_per_run: bool = False
 
     @property
     def text(self) -> str:
@@ -101,7 +130,8 @@ class Argument(Option):
 class Parameter:
     """One field of a request class.
 
-    `kind` is the type of one value: str, int, float, bool, Path, object, or a tuple of choices.
+    `kind` is the type of one value: str, int, float, bool, Path, object, or a tuple of choices. `origin` names the line
+    or the variable that set the default; empty for the built-in default.
     """
 
     name: str
@@ -110,6 +140,7 @@ class Parameter:
     is_list: bool
     is_optional: bool
     default: Any = field(default=MISSING)
+    origin: str = ""
 
     @property
     def is_argument(self) -> bool:
@@ -131,6 +162,11 @@ class Parameter:
     def flag(self) -> str:
         """The long flag; empty for an argument without one."""
         return self.option.flag or ("" if self.is_argument else f"--{self.name.replace('_', '-')}")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The flags, and the flags that other programs have for the same."""
+        return (*self.flags, *OTHER_FLAGS.get(self.flag, "").split())
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -235,12 +271,12 @@ class Parameter:
     def _choose(self, value: Any) -> Any:
         if value in self.choices:
             return value
-        close = difflib.get_close_matches(str(value), self.choices, n=1)
+        close = closest(str(value), self.choices)
         raise UsageError(
             field=self.title,
             found=value,
             expected=self._expected,
-            hint=f"did you mean {close[0]}?" if close else None,
+            hint=f"did you mean {close}?" if close else None,
         )
 
     def _refusal(self, value: Any) -> UsageError:
@@ -316,6 +352,21 @@ def parameters_of(kind: type[Request]) -> tuple[Parameter, ...]:
             sorted(found, key=lambda item: (not item.is_argument, item.name not in PAIR, item.name not in own))
         )
     return _PARAMETERS[kind]
+
+
+def with_defaults(kind: type[Request], defaults: Mapping[str, tuple[Any, str]]) -> type[Request]:
+    """The request class with other defaults. `defaults` maps a field to its default and to the origin of it."""
+    if not defaults:
+        return kind
+    hints = get_type_hints(kind, include_extras=True)
+    new = [(name, hints[name], field(default_factory=partial(copy, value))) for name, (value, _) in defaults.items()]
+    changed = make_dataclass(kind.__name__, new, bases=(kind,), frozen=True, kw_only=True)
+    changed.__doc__ = kind.__doc__
+    _PARAMETERS[changed] = tuple(
+        replace(item, default=defaults[item.name][0], origin=defaults[item.name][1]) if item.name in defaults else item
+        for item in parameters_of(kind)
+    )
+    return changed
 
 
 def _read_parameter(name: str, hint: Any, default: Any) -> Parameter:

@@ -1,4 +1,7 @@
-"""Short texts that messages are built from: counted nouns and values cut to a length."""
+"""Short texts that messages are built from: counted nouns, values cut to a length, and guesses of mistyped names."""
+
+import difflib
+from collections.abc import Iterable
 
 
 def plural(count: int, noun: str) -> str:
@@ -9,6 +12,19 @@ def plural(count: int, noun: str) -> str:
 def article(noun: str) -> str:
     """`a DSpark`, `an EAGLE-3`, `an MTP`: the noun with its indefinite article."""
     return f"{'an' if noun[0] in 'AEIOU' or noun.startswith(('MTP', 'XPress')) else 'a'} {noun}"
+
+
+def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name that the word most probably means; None if none is similar. Upper case counts as lower case."""
+    names = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
+    return names[found[0]] if found else None
+
+
+def guess(word: str, known: Iterable[str]) -> str:
+    """`; did you mean NAME?`, or an empty text."""
+    name = closest(word, known)
+    return f"; did you mean {name}?" if name is not None else ""
 
 
 def shorten(text: str, limit: int) -> str:

@@ -1,12 +1,12 @@
 """A registry that finds its items by importing a package, so that a new item needs only a new file."""
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.phrases import guess
 
 T = TypeVar("T")
 
@@ -48,11 +48,9 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         if name in self._items:
             return self._items[name]
-        close = difflib.get_close_matches(name, self._items, n=1)
-        guess = f"; did you mean {close[0]!r}?" if close else ""
         known = ", ".join(sorted(self._items))
         raise UnsupportedError(
-            f"unknown {self._kind} {name!r}{guess} (known: {known})",
+            f"unknown {self._kind} {name!r}{guess(name, self._items)} (known: {known})",
             id=f"unknown-{self._kind.replace(' ', '-')}", field=self._kind, found=name, expected=known,
         )  # fmt: skip
 

@@ -1,8 +1,10 @@
 """The command line as a program: start-up, the command table, one-line messages, -q and -v."""
 
+import contextlib
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,7 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from dflash_cli import __version__
+from dflash_cli.checkpoints.references import BUNDLED_DRAFTS
 from dflash_cli.main import COMMANDS, app
+from dflash_cli.terminal import completion
+from dflash_cli.terminal.command_line import all_commands
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 
@@ -34,6 +39,10 @@ def dflash(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_line_of_the_table_names_a_function(name: str) -> None:
     module = importlib.import_module(f"dflash_cli.commands.{name.replace('-', '_')}")
     assert callable(module.command)
+
+
+def test_every_module_of_a_command_is_in_the_table() -> None:
+    assert sorted(COMMANDS) == sorted(all_commands())
 
 
 def test_help_imports_nothing_that_takes_long() -> None:
@@ -60,8 +69,20 @@ REFUSED = {
         ["generate", "x", "--stop-token-id", "99999"], ["generate", "x", "--max-model-len", "9999"],
         ["bench", "-k", "8"], ["tune", "-k", "3,8"], ["eval-acceptance", "-k", "8"],
         ["eval-acceptance", "--workers", "0"], ["dump", "tiny", "--taps", "6", "--output", "dump"],
+        ["generate", "x", "--device", "cudaa"], ["bench", "--device", "tpu"], ["generate", "x", "--dtype", "float16"],
+        ["generate", "x", "--top-p", "3"], ["generate", "x", "--output", "absent/rows.jsonl"],
+        ["generate", "--dataset", "humanevl"], ["tune", "-e", "vlm"],
+        ["eval-acceptance", "--context-lengths", "2048"],
+        ["eval-acceptance", "--output", "there.jsonl"], ["eval-acceptance", "--verify-width", "99"],
+        ["validate", "tiny", "-e", "vlm"], ["convert", "tiny", "there.jsonl", "--to", "native"],
+        ["serve-command", "tiny", "-e", "vlm"], ["probe", "http://127.0.0.1:9", "-e", "vlm"], ["explain", "C999"],
+    ),
+    3: (
+        ["generate", "x", "--draft", "bad"], ["bench", "bad"], ["convert", "bad", "out", "--to", "vllm"],
+        ["diagnose", "bad", "--target", "tiny"],
     ),
     4: (
+        ["generate", "-p", "none.jsonl"], ["eval-acceptance", "-p", "none.jsonl"],
         ["generate", "x", "--draft", "org/none"], ["bench", "org/none"], ["tune", "org/none"],
         ["eval-acceptance", "org/none"], ["eval-acceptance", "--mode", "replay", "--dump", "none"],
         ["dump", "org/none", "--taps", "1", "--output", "dump"], ["diagnose", "org/none"],
@@ -75,15 +96,21 @@ REFUSED = {
 def test_refusals_come_before_torch(tmp_path: Path) -> None:
     """One process without torch and Ray. A command that imports torch ends in another error than the expected one."""
     script = "\n".join([
-        "import json, sys", "sys.modules |= dict.fromkeys(('torch', 'ray'))", "from dflash_cli.main import main",
+        "import json, sys, time", "sys.modules |= dict.fromkeys(('torch', 'ray'))", "from dflash_cli.main import main",
         "for arguments in json.loads(sys.argv[1]):", "    sys.argv = ['dflash', '-q', *arguments]",
-        "    try: main()", "    except SystemExit as end: print(json.dumps([arguments, end.code]))",
+        "    started = time.process_time()", "    try: main()", "    except SystemExit as end:",
+        "        print(json.dumps([arguments, end.code, time.process_time() - started]))",
     ])  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    (tmp_path / "there.jsonl").write_text("x")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text('{"block_size": ')
     wanted = [[arguments, code] for code, commands in REFUSED.items() for arguments in commands]
     done = python("-c", script, json.dumps([arguments for arguments, _ in wanted]), env=environment, cwd=tmp_path)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == wanted, done.stderr
-    assert "torch" not in done.stderr
+    assert [json.loads(line)[:2] for line in done.stdout.splitlines()] == wanted, done.stderr
+    assert "needs torch" not in done.stderr
+    slow = [line for line in done.stdout.splitlines() if json.loads(line)[2] > 2.0]
+    assert not slow, "processor seconds, of which the first command imports most modules"
 
 
 @pytest.mark.parametrize(
@@ -93,12 +120,64 @@ def test_refusals_come_before_torch(tmp_path: Path) -> None:
         ("dflash convert a b --to ml", {"mlx"}),
         ("dflash docs loc", {"lock"}),
         ("dflash validate tiny --level h", {"headers"}),
+        ("dflash validate tiny -e vllm@0.3", {f"vllm@0.3{digit}" for digit in "0123"}),
+        ("dflash validate tiny -e sg", {"sglang", "sglang@0.5.23"}),
+        ("dflash validate tiny -e sglang,tr", {"sglang,transformers", "sglang,transformers@5.23"}),
+        ("dflash explain C0", {f"C0{digit}" for digit in range(10)}),
+        ("dflash validate tiny --ignore C01,V9", set()),
+        ("dflash bench --dataset m", {"math500", "mbpp", "mt-bench"}),
+        ("dflash bench --dataset-format spec", {"specdec-bench", "specforge"}),
+        ("dflash validate tiny:", {"tiny:reduced", "tiny:dflash2", "tiny:dspark"}),
+        ("dflash bench -d tiny:d", {"tiny:dflash2", "tiny:dspark"}),
+        ("dflash bench -t t", {"tiny"}),
+        ("dflash schema vali", {"validate", "validate-handoff"}),
+        ("dflash validate tiny : d", {"dflash2", "dspark"}),
+        ("dflash validate tiny :", {"reduced", "dflash2", "dspark"}),
+        ("dflash validate tiny : dspark -e vllm @ 0.33", {"0.33"}),
     ],
 )
 def test_words_are_completed(typed: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_DFLASH_COMPLETE", "complete_bash"), ("COMP_WORDS", typed), ("COMP_CWORD", typed.count(" "))):
-        monkeypatch.setenv(name, str(value))
+    """bash splits words at colons and at signs, and replaces only the last part."""
+    values = {"_DFLASH_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    monkeypatch.setattr(os, "environ", os.environ | values)
     assert set(support.run_main().out.split()) == expected
+
+
+def test_words_come_from_what_is_registered() -> None:
+    """Each source of words is a function that lists them."""
+    for source in completion.WORDS.values():
+        assert completion._words(source)
+    assert {*completion._words(completion.WORDS["DRAFT"])} == {*BUNDLED_DRAFTS}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_a_name_with_a_colon(tmp_path: Path) -> None:
+    """An interactive bash on a terminal of its own, as a user has it."""
+    import pty
+
+    script = tmp_path / "completion.bash"
+    program = tmp_path / "dflash"
+    program.write_text(f"#!{sys.executable}\nfrom dflash_cli.main import main\nmain()\n")
+    program.chmod(0o755)
+    environment = os.environ | {"PYTHONPATH": PATHS, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    shown = subprocess.run(
+        [program], env=environment | {"_DFLASH_COMPLETE": "source_bash"}, capture_output=True, text=True, check=True
+    )
+    script.write_text(shown.stdout)
+    master, other = pty.openpty()
+    typed = f"source {script}; cd {tmp_path}\ndflash inspect tiny:ds\t > found; exit\n"
+    process = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"], stdin=other, stdout=other, stderr=other,
+        env=environment | {"TERM": "dumb"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(other)
+    os.write(master, typed.encode())
+    with contextlib.suppress(OSError):  # the terminal closes with bash
+        while os.read(master, 4096):
+            pass
+    process.wait(60)
+    os.close(master)
+    assert "DSpark" in (tmp_path / "found").read_text()
 
 
 def processor_seconds(*arguments: str) -> float:
@@ -128,12 +207,26 @@ def test_help_is_there_at_once(arguments: list[str], limit: float) -> None:
     assert any(ratio < limit for ratio in tries)
 
 
+FLAGS = {
+    "--batch-size": "--concurrency", "--limit": "--num-prompts", "--num-samples": "--num-prompts",
+    "--max_new_tokens": "--max-new-tokens", "--max-tokens": "--max-new-tokens", "--model": "--target",
+    "--MODEL": "--target", "--out": "--output",
+}  # fmt: skip
+WORDS = {
+    "eval": "eval-acceptance", "evaluate": "eval-acceptance", "serve": "serve-command", "check": "validate",
+    "run": "generate", "publish": "report", "version": "env", "Validate": "validate", "benchmark": "bench",
+}  # fmt: skip
+"""Flags and commands as people type them -> the ones that they mean."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "id", "field", "guess"),
     [
         (["generat"], "unknown-command", None, "generate?"),
         (["generate", "x", "-n", "0"], "usage-error", "--max-new-tokens", "1"),
         (["generate", "x", "--drat", "y"], "unknown-option", "--drat", "--draft?"),
+        *((["generate", "x", flag, "8"], "unknown-option", flag, f"{meant}?") for flag, meant in FLAGS.items()),
+        *(([word], "unknown-command", None, f"{meant}?") for word, meant in WORDS.items()),
         (["generate", "x", "-k"], "missing-value", "-k", ""),
         (["generate", "x", "--device"], "missing-value", "--device", ""),
         (["env", "a", "b"], "unexpected-argument", None, "a"),

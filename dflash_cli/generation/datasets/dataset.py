@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from dflash_cli.generation.datasets.table_files import Record
 from dflash_runtime.errors import MISSING, RequestError, UsageError
+from dflash_runtime.phrases import closest
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.generation.datasets"
@@ -39,12 +40,13 @@ def parse_spec(text: str) -> DatasetSpec:
         raise UsageError(field="--dataset", found=text, expected="NAME[/SUBSET][=PLACE][:N], such as gsm8k=./gsm8k:100")
     name, count = found["name"].lower(), found["count"]
     if name not in datasets():
+        close = closest(name, datasets())
         raise UsageError(
             f"--dataset {name}: no such dataset (known: {', '.join(sorted(datasets()))})",
             id="no-such-dataset",
             field="--dataset",
             found=name,
-            hint="pass your own prompts with --prompts FILE",
+            hint=f"did you mean {close}?" if close else "pass your own prompts with --prompts FILE",
         )
     return DatasetSpec(
         name=name, subset=found["subset"], place=found["place"], count=int(count) if count is not None else None
@@ -128,6 +130,16 @@ def conversation_rows(
 
 
 DATASETS: Registry[type[Dataset]] = Registry("dataset")
+
+
+def dataset_names() -> list[str]:
+    """The names of all datasets."""
+    return sorted(datasets())
+
+
+def format_names() -> list[str]:
+    """The projects that a dataset can imitate."""
+    return sorted({name for item in datasets().values() for name in item.formats})
 
 
 def datasets() -> Registry[type[Dataset]]:

@@ -109,6 +109,7 @@ def validate_transfer(
         transfer=transfer,
         findings=tuple(found),
         num_rules=len(rules),
+        checked=tuple(rule for rule in rules if rule.id not in ignored),
         verdict=_verdict(transfer, found),
         notes=(*opened.notes, *_ignored_arguments(transfer)),
         strict=strict,

@@ -6,6 +6,7 @@ malformed header must give a message instead of a crash. The safetensors library
 Layout of a safetensors file: u64 header length, JSON header, data. Source: huggingface/safetensors README, "Format".
 """
 
+import logging
 import math
 import re
 import struct
@@ -19,6 +20,8 @@ from dflash_runtime.checkpoint.layout import StoredRows
 from dflash_runtime.checkpoint.strict_json import parse_json, read_json, regular_size
 from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, TensorMismatch
 from dflash_runtime.json_values import is_int
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +114,7 @@ class Checkpoint:
         """Every tensor of the checkpoint by name, from the headers."""
         if self._tensors is None:
             self._tensors = _read_tensors(self)
+            logger.info("%s: headers of %d tensors", self.path, len(self._tensors))
         return self._tensors
 
     @property

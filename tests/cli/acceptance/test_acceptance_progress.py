@@ -10,6 +10,7 @@ from dflash_cli.acceptance.intervals.statistics import summarise
 from dflash_cli.generation.answers import Answer, Event
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.generation.token_meter import TokenMeter
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
 
@@ -77,7 +78,31 @@ def test_a_resumed_run_counts_the_stored_answers(capsys: pytest.CaptureFixture[s
         progress.resume(answers[:3])
         progress._meter.SECONDS = 0.0
         progress(Event(rows[3], (1,), "x", answers[3]))
-    assert capsys.readouterr().err == "4/4 prompts  2.50\n"
+    assert re.match(r"4/4 prompts  acceptance 2\.50  \d+ tokens/s\n$", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("max_new_tokens", [100, None])
+def test_running_requests_move_the_bar(max_new_tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four requests have 50 of 100 tokens: a quarter of the work, in 5 s, so 15 s are left."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    seconds = [0.0]
+    rows = [PromptRow(index=index, kind="prompt", value="x") for index in range(4)]
+    with TokenMeter(4, max_new_tokens, clock=lambda: seconds[0]) as meter:
+        for second in range(1, 6):
+            seconds[0] = float(second)
+            for row in rows[:2]:
+                meter.tell(Event(row, (7,) * 10, "x"), 0, lambda: "")
+        seconds[0] += meter.REDRAW_S
+        meter.tell(Event(rows[0], (), "x"), 0, lambda: "3.00")
+        assert meter._display is not None
+        (task,) = meter._display.tasks
+        assert task.completed == (1.0 if max_new_tokens else 0.0)
+        left = "  0:16 left" if max_new_tokens else ""
+        assert task.description == f"0/4 prompts  acceptance 3.00  19 tokens/s{left}"
+        meter.tell(Event(rows[0], (7,), "x", Answer(rows[0], 0, output(0, [2]), "x")), 1, lambda: "3.00")
+        assert meter._display.tasks[0].completed == (1.5 if max_new_tokens else 1.0)
 
 
 def test_a_prompt_is_one_conversation_under_all_conditions() -> None:

@@ -1,5 +1,6 @@
 """References name a directory, else the bundled pair, else a hub repository. Each refusal of the hub has its own id."""
 
+import importlib
 import json
 import re
 import sys
@@ -77,10 +78,20 @@ REFUSALS = {
     "acme/nothing-said": "not-a-hub",
     "acme/bad-request": "hub-refused",
     "acme/proxy": "hub-refused",
+    "acme/limit": "hub-rate-limit",
     "acme--x/draft": "not-a-reference",
     "no such thing": "not-a-reference",
 }
-FOR_HEADERS = ("acme/gated", "acme/absent", "acme--x/draft", "no such thing", "acme/login-page", "acme/not-here")
+FOR_HEADERS = (
+    "acme/gated",
+    "acme/absent",
+    "acme--x/draft",
+    "no such thing",
+    "acme/login-page",
+    "acme/not-here",
+    "acme/limit",
+    "acme/draft@v9",
+)
 FOR_DOWNLOADS = ("acme/gated", "acme/draft@v9", "acme/broken", "acme/login-page", "acme/listing", "acme/proxy")
 
 
@@ -101,6 +112,9 @@ def test_each_refusal_has_its_id(reference: str, id: str, how: tuple[str, ...], 
     assert (found["code"], found["id"], found["path"]) == (4, id, reference.partition("@")[0])
     assert ("again" in found["hint"]) == ("broken" in reference)
     assert ("HTTPS_PROXY" in found["hint"]) == ("proxy" in reference)
+    assert ("wait" in found["hint"]) == ("limit" in reference)
+    assert ("branch" in found["hint"]) == (id == "no-revision")
+    assert found["hint"]
 
 
 @pytest.mark.parametrize("kind", ["HTTPError", "InvalidURL"])
@@ -129,14 +143,14 @@ def test_a_cache_that_cannot_be_made_is_named(environment: dict[str, str], tmp_p
         assert found["path"].startswith(str(tmp_path / "file"))
 
 
-@pytest.mark.parametrize("reference", ["acme/gated", "acme/absent", "acme/other-token"])
+@pytest.mark.parametrize("reference", ["acme/gated", "acme/absent", "acme/other-token", "acme/limit"])
 def test_hints_know_whether_a_token_is_set(reference: str, environment: dict[str, str]) -> None:
     """Without a token a hint says where to get one. With a token it says what the token lacks."""
     without, given = (
         hub.refusal("validate", reference, env={**environment, "HF_TOKEN": token})["hint"] for token in ("", "hf_x" * 9)
     )
     assert "HF_TOKEN" in without
-    assert "token" in given
+    assert ("token" in given) == (reference != "acme/limit")
     assert given != without
     assert "hf_x" not in given
 
@@ -155,6 +169,28 @@ def test_an_unreachable_hub(how: tuple[str, ...], environment: dict[str, str]) -
     assert (found["code"], found["path"]) == (4, "acme/draft")
     assert found["id"] in ("hub-unreachable", "not-cached") if how else found["id"] == "hub-unreachable"
     assert "HF_ENDPOINT" in found["hint"]
+
+
+def test_a_proxy_and_a_certificate_have_hints_of_their_own() -> None:
+    """The errors as the HTTP library raises them."""
+    importlib.import_module("huggingface_hub.hf_api")  # imports the HTTP library, under either name
+    httpx: Any = sys.modules.get("httpx2") or sys.modules["httpx"]
+    for error, id, variable in (
+        (httpx.ProxyError("403 Forbidden"), "proxy-unreachable", "HTTPS_PROXY"),
+        (httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed"), "certificate-refused", "SSL_CERT_FILE"),
+    ):
+        with pytest.raises(CheckpointNotFound) as caught, explained("acme/draft"):
+            raise error
+        assert (caught.value.id, caught.value.path) == (id, "acme/draft")
+        assert variable in (caught.value.hint or "")
+
+
+def test_a_proxy_that_is_not_there(environment: dict[str, str]) -> None:
+    """In a process of its own, which reads the variable of the proxy."""
+    given = {**environment, "HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
+    done = support.launch("validate", "acme/draft", env={**given, "http_proxy": given["HTTP_PROXY"], "no_proxy": ""})
+    assert done.code == 4
+    assert "HTTP_PROXY" in done.err.splitlines()[-1].split("hint: ")[1]
 
 
 def test_a_directory_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import pydoc
 import pytest
 from typer.testing import CliRunner
 
-from dflash_cli.commands.docs import _complete
 from dflash_cli.main import COMMANDS, app
 from dflash_cli.terminal import console, documentation
 from dflash_testing.checkpoints import run_main
@@ -38,11 +37,6 @@ def test_an_unknown_topic_is_wrong_use() -> None:
     assert outcome.error.id == "unknown-topic"
     assert (outcome.error.field, outcome.error.found) == ("TOPIC", "tutorail")
     assert "tutorial" in (outcome.error.hint or "")
-
-
-def test_a_shell_completes_topics() -> None:
-    assert _complete("ex") == ["exit-codes"]
-    assert _complete("") == [*documentation.topics()]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

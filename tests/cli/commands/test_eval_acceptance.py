@@ -267,6 +267,7 @@ def test_another_device_and_template_option_are_another_experiment(rows: Path, m
         run(*SMALL, "--output", str(rows), "--resume", *options)
     assert "enable_thinking" in str(caught.value.expected)
     monkeypatch.setattr(loaded_pair, "device_name", lambda device: "NVIDIA H200")
+    rows.write_bytes(b"".join(rows.read_bytes().splitlines(keepends=True)[:-1]))  # an answer is missing
     with refuses(UsageError, "settings-differ", field="device_name", expected="'NVIDIA H200'"):
         run(*SMALL, "--output", str(rows), "--resume")
 
@@ -312,6 +313,32 @@ def test_a_draft_is_an_argument_or_an_option() -> None:
     assert by_argument["settings"]["draft"] == by_option["settings"]["draft"] == "tiny"
     with refuses(UsageError, "draft-given-twice", field="--draft", found="tiny"):
         run("tiny", "--draft", "tiny", *SMALL)
+
+
+def test_a_finished_run_loads_no_model(rows: Path, answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same result as of the run itself; a missing answer or another setting loads the pair."""
+    whole = json.loads(answered.with_name("result.json").read_text())
+    monkeypatch.setattr("dflash_cli.workers.open_crew.load_session", refuse_to_load)
+    before = rows.read_bytes()
+    again = json.loads(run(*SMALL, "--output", str(rows), "--resume", "--json").stdout)
+    assert rows.read_bytes() == before
+    for part in ("seconds", "measured"):
+        first, second = whole.pop(part), again.pop(part)
+        if part == "measured":
+            assert {key for key in first if first[key] != second[key]} <= {"argv", "date"}
+    assert again == whole
+    for options in (["--seed", "1"], ["--dtype", "float64"], ["--max-model-len", "512"], ["--causality", "causal"]):
+        with pytest.raises(AssertionError, match="loads"):
+            run(*SMALL, "--output", str(rows), "--resume", *options)
+    lines = before.splitlines(keepends=True)
+    for stored in (lines[:-1], [lines[0].replace(b'"seed"', b'"disaggregated": true, "seed"', 1), *lines[1:]]):
+        rows.write_bytes(b"".join(stored))
+        with pytest.raises(AssertionError, match="loads"):
+            run(*SMALL, "--output", str(rows), "--resume")
+
+
+def refuse_to_load(*_: object, **__: object) -> None:
+    raise AssertionError("loads a model")
 
 
 def test_resuming_under_other_settings_is_refused(rows: Path) -> None:

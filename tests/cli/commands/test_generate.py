@@ -51,7 +51,7 @@ def test_text_goes_to_stdout_statistics_and_logs_to_stderr(expected: RequestOutp
     assert "transformers" not in imported
     assert done.out == bundled_tokenizer().decode(expected.token_ids) + "\n"
     assert "24 tokens" in done.err
-    assert "INFO dflash_cli.generation.loaded_pair: " in done.err
+    assert "info: loaded onto cpu" in done.err
     assert f" {len(expected.acceptance_lengths)} steps, " in done.err
 
 

@@ -230,7 +230,7 @@ def test_a_reading_with_a_doubt_improves_and_does_not_explain() -> None:
 
 def report_of_search(search: ReadingSearch, *findings: Finding) -> RunReport:
     plan = ValidationPlan(draft=fetch_directory(TINY, Role.DRAFT))
-    report = report_of(open_subject(plan), list(findings), 1)
+    report = report_of(open_subject(plan), list(findings), [])
     return copy_fields(RunReport, report, level="run", notes=(), search=search)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -82,11 +83,11 @@ def test_a_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     with Meter(1319, "prompts") as meter:
-        meter.update(1234, "13.41 [13.2, 13.6]")
+        meter.update(1234, "acceptance 13.41 [13.2, 13.6]  12345 tokens/s")
         assert meter._display is not None
         meter._display.refresh()
     shown = capsys.readouterr().err
-    assert "1234/1319 prompts  13.41 [13.2, 13.6]  0:00 left" in shown
+    assert "1234/1319 prompts  acceptance 13.41 [13.2, 13.6]  12345 tokens/s  0:00 left" in shown
     assert "…" not in shown
 
 
@@ -147,6 +148,61 @@ def test_log_records_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("dflash_runtime").info("found %s", HOSTILE)
     console.configure(verbosity=0)
     assert is_safe(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_coloured"),
+    [
+        ({}, False),
+        ({"FORCE_COLOR": "1"}, True),
+        ({"FORCE_COLOR": ""}, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+    ],
+)
+def test_colours_of_a_pipe(
+    variables: dict[str, str], is_coloured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Severities of tables and lines, and labels of messages. Documents have none."""
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    console.table(("id", "severity"), [("C01", "error"), ("C02", "info"), ("error of mine", "fine")])
+    console.severity_line("C01 ", "warning", " x" * 60)
+    console.warn("text")
+    out, err = capsys.readouterr()
+    plain = re.sub(r"\x1b\[[\d;]*m", "", out)
+    assert plain.splitlines() == [
+        "id             severity",
+        "C01            error",
+        "C02            info",
+        "error of mine  fine",
+        f"C01 warning{' x' * 60}",
+    ]
+    coloured = re.findall(r"\x1b\[[1-9][\d;]*m(.*?)\x1b", out)
+    assert coloured == (["error", "info", "warning"] if is_coloured else [])
+    assert re.findall(r"\x1b\[[1-9][\d;]*m(.*?)\x1b", err) == (["warning: "] if is_coloured else [])
+    console.result_json(["error"])
+    assert capsys.readouterr().out == '["error"]\n'
+
+
+def test_verbose_says_what_is_read_and_decided() -> None:
+    """On stderr, through the one writer; stdout is the same as without -v, also with --json."""
+    from dflash_testing import checkpoints as support
+
+    command = ("validate", "tiny", "--target", "tiny", "-e", "vllm@0.30")
+    plain, told, every = (support.run_main(*command, *more) for more in ((), ("-v",), ("-vv",)))
+    assert plain.out == told.out == every.out
+    assert "info: " not in plain.err
+    lines = told.err.splitlines()
+    assert all(line.startswith("info: ") for line in lines)
+    for said in ("draft tiny: bundled", "native dialect", "type qwen3", "headers of 36 tensors", "vllm 0.30"):
+        assert [line for line in lines if said in line], said
+    assert any(line.startswith("info: dflash_cli.rules.validator: ") for line in every.err.splitlines())
+    with_json, told_json = (support.run_main(*command, "--json", *more) for more in ((), ("-v",)))
+    assert (with_json.out, with_json.err) == (told_json.out, "")
+    console.configure(verbosity=0, json=False)
 
 
 def test_documents_stay_json_and_equal() -> None:

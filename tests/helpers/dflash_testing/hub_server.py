@@ -26,6 +26,7 @@ GONE = {
     "acme/login-page": (200, ""),
     "acme/bad-request": (400, ""),
     "acme/proxy": (407, ""),
+    "acme/limit": (429, ""),
 }
 """Repositories that are refused whole."""
 

@@ -276,6 +276,13 @@ def test_malformed_rows_are_named_by_line(content: str, id: str | None, where: s
     assert where in caught.value.message
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("humanevl", "humaneval"), ("mtbench", "mt-bench"), ("GSM-8k", "gsm8k")])
+def test_a_similar_dataset_is_suggested(typed: str, meant: str) -> None:
+    with refuses(UsageError, "no-such-dataset") as caught:
+        parse_spec(f"{typed}:4")
+    assert meant in (caught.value.hint or "").rstrip("?").split()
+
+
 def test_rows_without_questions_are_named(tmp_path: Path) -> None:
     for name in ("mt-bench", "speed-bench"):
         write_rows(tmp_path / name / "rows.jsonl", [{"text": "x"}])
