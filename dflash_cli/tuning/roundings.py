@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.rope_store import HALVES, KVPlace, Turn
 from dflash_kernels.suite import Kernels
 from dflash_runtime.models.weights import Weights
 
@@ -102,9 +102,9 @@ def round_kv(kernels: Kernels, name: str) -> Kernels:
 
     def rope_store(
         parts: Tensor, head_norms: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv: int,
-        place: KVPlace | None,
+        place: KVPlace | None, turn: Turn = HALVES,
     ) -> Tensor:  # fmt: skip
-        rows = kernels.rope_store(parts, head_norms, eps, cos, sin, num_kv, None)
+        rows = kernels.rope_store(parts, head_norms, eps, cos, sin, num_kv, None, turn)
         rows = torch.cat((rows[:, : -2 * num_kv], rounding(rows[:, -2 * num_kv :])), dim=1)
         if place is not None:
             kernels.kv_store(rows[:, -2 * num_kv : -num_kv], rows[:, -num_kv:], *place)

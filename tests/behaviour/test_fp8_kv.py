@@ -21,7 +21,7 @@ from dflash_cli.tuning.what_if import parse_what_ifs, rounded
 from dflash_kernels.fp8_weight import FP8
 from dflash_kernels.kv_format import UNSCALED, KVScales
 from dflash_kernels.kv_store import kv_store_ref
-from dflash_kernels.rope_store import KVPlace, rope_store_ref
+from dflash_kernels.rope_store import HALVES, KVPlace, Turn, rope_store_ref
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.text_pages import read_features
@@ -85,9 +85,10 @@ def rounding_kernels(kernels: Kernels, scales: Mapping[int, KVScales], num_layer
         return kv_store_ref(to_fp8(keys, own.key), to_fp8(values, own.value), *place)
 
     def rope_store(
-        parts: Tensor, norms: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv: int, place: KVPlace | None
-    ) -> Tensor:
-        rows = rope_store_ref(parts, norms, eps, cos, sin, num_kv, None)
+        parts: Tensor, norms: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv: int, place: KVPlace | None,
+        turn: Turn = HALVES,
+    ) -> Tensor:  # fmt: skip
+        rows = rope_store_ref(parts, norms, eps, cos, sin, num_kv, None, turn)
         if place is None:
             return rows
         kept = kv_store(rows[:, -2 * num_kv : -num_kv], rows[:, -num_kv:], *place)

@@ -44,7 +44,7 @@ def test_other_forms_of_prompt_files_are_answered_with_how_to_change_them(tmp_pa
         (["x", "--target", "tiny"], 2, {}),
         (["x", "-k", "8"], 2, {"field": "num_draft_tokens", "found": 8}),
         (["x", "--top-p", "0"], 2, {"field": "--top-p", "found": 0.0}),
-        (["x", "--device", "tpu"], 2, {"field": "device", "found": "tpu"}),
+        (["x", "--device", "tpu"], 2, {"field": "--device", "found": "tpu"}),
         (["x", "--kv-memory", "20K"], 6, {"field": "kv_memory_bytes", "found": 20480, "expected": "147456 bytes"}),
         (["x", "--kv-memory", "lots"], 2, {"field": "--kv-memory", "found": "lots"}),
         (["x", "--max-model-len", "999999"], 2, {"field": "max_model_len", "found": 999_999}),

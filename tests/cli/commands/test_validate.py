@@ -47,7 +47,7 @@ class TestCommand:
 
     @pytest.mark.parametrize(
         ("args", "named"),
-        [(["--engine", "vlm"], "'vllm'"), (["--engine", "vllm@new"], "vllm@new"), (["--ignore", "X99"], "X99")],
+        [(["--engine", "vlm"], "mean vllm?"), (["--engine", "vllm@new"], "vllm@new"), (["--ignore", "X99"], "X99")],
     )
     def test_usage(self, args: list[str], named: str) -> None:
         outcome = support.invoke("validate", "tiny", *args)

@@ -22,7 +22,7 @@ def test_writable_dialects() -> None:
 @pytest.mark.parametrize(
     ("name", "id", "named"),
     [
-        ("natve", "unknown-dialect", ["'native'?", "mlx, native, sglang, speculators, vllm"]),
+        ("natve", "unknown-dialect", ["mean native?", "mlx, native, sglang, speculators, vllm"]),
         ("xyz", "unknown-dialect", ["mlx, native, sglang, speculators, vllm"]),
         ("dspark-native", "unknown-dialect", ["mlx, native, sglang, speculators, vllm"]),
         ("specforge", "read-only-dialect", ["mlx, native, sglang, speculators, vllm"]),

@@ -84,17 +84,17 @@ def test_the_parts_of_all_ranks_are_the_whole_tensor() -> None:
 
 
 def test_packed_experts_are_filled_up_to_whole_blocks() -> None:
-    """An inner width of 160 in units of 64 on two ranks: 128 and 32, filled up with 96 zeros."""
+    """An inner width of 160 in blocks of 32 on two ranks: 96 and 64, filled up with 32 zeros."""
     packed = replace(EXPERTS, intermediate_size=160, shared_size=None)
     config = replace(CONFIG, model_type="gpt_oss", experts=packed, quantization="mxfp4", intermediate_size=160)
-    assert share_config(config, 2).experts == replace(packed, intermediate_size=128)
+    assert share_config(config, 2).experts == replace(packed, intermediate_size=96)
     first, second = (family_cuts(target_families()["gpt_oss"], config, Ranks(rank, 2)) for rank in range(2))
     stem = "model.layers.0.mlp.experts"
-    assert first[f"{stem}.gate_up_proj_blocks"] == Cut(1, ((0, 256),))
-    assert second[f"{stem}.gate_up_proj_blocks"] == Cut(1, ((256, 320),), num_missing=192)
-    assert second[f"{stem}.gate_up_proj_bias"] == Cut(1, ((256, 320),), num_missing=192)
-    assert second[f"{stem}.down_proj_scales"] == Cut(2, ((4, 5),), num_missing=3)
-    assert second[f"{stem}.down_proj_scales"].of(torch.ones(1, 1, 5))[0, 0].tolist() == [1, 0, 0, 0]
+    assert first[f"{stem}.gate_up_proj_blocks"] == Cut(1, ((0, 192),))
+    assert second[f"{stem}.gate_up_proj_blocks"] == Cut(1, ((192, 320),), num_missing=64)
+    assert second[f"{stem}.gate_up_proj_bias"] == Cut(1, ((192, 320),), num_missing=64)
+    assert second[f"{stem}.down_proj_scales"] == Cut(2, ((3, 5),), num_missing=1)
+    assert second[f"{stem}.down_proj_scales"].of(torch.ones(1, 1, 5))[0, 0].tolist() == [1, 1, 0]
 
 
 def test_a_bias_of_a_sum_is_added_once() -> None:
