@@ -14,7 +14,7 @@ from dflash_cli.acceptance.intervals.statistics import (
 )
 from dflash_cli.diagnosis.alternatives import ORDERED_TAPS, AlternativeReading
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score
-from dflash_cli.diagnosis.weight_rewrites import together
+from dflash_cli.diagnosis.weight_rewrites import Spot, together
 from dflash_runtime.documents import HIDDEN, NOT_REQUIRED, computed_key
 
 MIN_GAIN = 0.1
@@ -124,6 +124,7 @@ class ReadingSearch:
     expected           the figure that the user expects
     left_out           the prompts that failed, with the reasons
     warnings           the warnings of the pair
+    working            the parts of layers without which the draft is worse, by loss; empty if that was not tried
     """
 
     num_prompts: int
@@ -138,6 +139,7 @@ class ReadingSearch:
     target_runtime: str = "native"
     target_quantization: Annotated[str | None, "how the target's weights are packed"] = None
     warnings: Annotated[tuple[str, ...], HIDDEN] = ()
+    working: Annotated[frozenset[Spot], HIDDEN] = frozenset()
 
     @property
     def explanation(self) -> ReadingResult | None:

@@ -32,6 +32,14 @@ def suspect_spots(left_out: Sequence[ReadingResult], count: int) -> frozenset[Sp
     return FEATURES | found | beside
 
 
+def working_spots(left_out: Sequence[ReadingResult], own_loss: float) -> frozenset[Spot]:
+    """The parts without which a draft is worse. The smallest group of parts that is left out decides about a part."""
+    found: dict[Spot, bool] = {}
+    for item in sorted(left_out, key=lambda item: -len(item.alternative.touches)):
+        found |= dict.fromkeys(item.alternative.touches - FEATURES, item.score.loss > own_loss)
+    return frozenset(spot for spot, is_working in found.items() if is_working)
+
+
 def most_pulled(pulls: "Mapping[str, Tensor]", config: DraftConfig, count: int) -> frozenset[Spot]:
     """The parts of all layers, and of single layers, whose scale changes the loss most. `pulls` sum to that change."""
     single: dict[Spot, float] = {}

@@ -32,8 +32,8 @@ from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score
 from dflash_cli.diagnosis.same_part import contested
-from dflash_cli.diagnosis.suspect_parts import suspect_spots
-from dflash_cli.diagnosis.weight_rewrites import HEAD_NORMS, MATRICES, NORMS
+from dflash_cli.diagnosis.suspect_parts import suspect_spots, working_spots
+from dflash_cli.diagnosis.weight_rewrites import HEAD_NORMS, MATRICES, NORMS, Spot
 from dflash_cli.diagnosis.weight_space import spots
 from dflash_cli.rules.rule import Finding, all_rules
 from dflash_cli.rules.subject import ValidationPlan, open_subject
@@ -239,6 +239,26 @@ def finding(rule: str, location: str, **changes: Any) -> Finding:
     of_rule = next(item for item in all_rules() if item.id == rule)
     changes |= {"fact": of_rule.fact, "follows_from": of_rule.follows_from}
     return Finding(rule, severity, location, "a message", level="weights", outcome="drops", **changes)
+
+
+def test_a_matrix_that_works_is_not_called_noise() -> None:
+    """A trained matrix may look like noise. Without a layer a draft is worse even if one matrix of it is noise."""
+    place = "model.safetensors:layers.1.self_attn.o_proj.weight"
+    low = replace(finding("R06", "config.json", severity="error"), level="run")
+    attention = frozenset({("self_attn.o_proj", 1), ("self_attn.v_proj", 1)})
+
+    def without(loss: float, *parts: Spot) -> ReadingResult:
+        left_out = result(1.7, 1.3, 0.0, "weights", touches=frozenset(parts), is_neutral=True)
+        return replace(left_out, score=Score(1.3, 1.3, loss))
+
+    layer = without(5.0, *attention, ("mlp.down_proj", 1), ("self_attn.o_proj", 0))
+    for loss, rule in ((4.5, "R06"), (3.5, "N37")):
+        working = working_spots([without(loss, *attention), layer], 4.0)
+        assert (("self_attn.o_proj", 1) in working) == (rule == "R06")
+        assert ("self_attn.o_proj", 0) in working
+        search = ReadingSearch(16, 1000, 1.7, (), 60, working=working)
+        diagnosis = diagnose_report(report_of_search(search, finding("N37", place), low), draft="d", target="t")
+        assert (diagnosis.rule, diagnosis.has_cause) == (rule, rule == "N37")
 
 
 def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
