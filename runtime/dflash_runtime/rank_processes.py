@@ -3,10 +3,7 @@
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +19,7 @@ from dflash_runtime.device.settings import device_of
 from dflash_runtime.device.splitting import check_split
 from dflash_runtime.engine import StopAt
 from dflash_runtime.errors import DFlashError, PeerUnreachable
+from dflash_runtime.line_process import ENDING_S, LineProcess
 from dflash_runtime.rank_messages import (
     DraftSpec,
     Joining,
@@ -38,9 +36,6 @@ from dflash_runtime.ranks.rank_group import ENDED, Ranks, current_event
 
 MODULE = "dflash_runtime.rank_main"
 
-ENDING_S = 5.0
-"""Seconds that a process has to end by itself."""
-
 START_S = 600.0
 """Seconds until all processes must have imported torch and read the headers of the pair."""
 
@@ -52,8 +47,6 @@ SETTLE_S = 10.0
 
 STUCK_S = 20.0
 """Seconds after which this process ends if it does not notice that another rank has ended: its GPU waits for ever."""
-
-KEPT_LINES = 20
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +86,7 @@ class RankProcesses:
     @property
     def pids(self) -> list[int]:
         """The numbers of the processes."""
-        return [item.pid for item in self._others]
+        return [item.process.pid for item in self._others]
 
     def say(self, message: Message) -> None:
         """Send a call to every rank.
@@ -121,9 +114,9 @@ class RankProcesses:
         with self._lock:
             self.is_closing = True
         for item in self._others:
-            item.end()
+            item.process.end()
         for item in self._others:
-            item.join()
+            item.process.join()
         for free in self.on_close if is_settled else ():
             free()
         leaving = threading.Thread(target=leave, args=(self._device,), name="rank-leaving", daemon=True)
@@ -155,7 +148,7 @@ class RankProcesses:
             self._watch.start()
             self._is_lost.set()  # last: the main thread then closes, and cancels the timer
         for item in self._others:
-            item.kill()
+            item.process.kill()
 
     @property
     def is_lost(self) -> threading.Event:
@@ -178,39 +171,19 @@ class RankProcesses:
 
 
 class _RankProcess:
-    """The process of one rank. Its stderr is logged."""
+    """The process of one rank."""
 
     def __init__(self, owner: RankProcesses, spec: RankSpec) -> None:
         self.rank = spec.rank
         self._owner = owner
         self._answers: SimpleQueue[Message | None] = SimpleQueue()
-        self._last_lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C reaches rank 0 alone, which then ends this process
-        )
-        self._log = threading.Thread(target=self._read_log, name=f"rank-{self.rank}-log", daemon=True)
-        self._reader = threading.Thread(target=self._read, name=f"rank-{self.rank}-answers", daemon=True)
-        self._log.start()
-        self._reader.start()
+        self.process = LineProcess(MODULE, f"rank {self.rank}", self._hear, self._ended)
+        self.process.start_reading()
         self.say(spec)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def say(self, message: Message) -> None:
         """Send a message. Does nothing if the process has ended."""
-        assert self._process.stdin is not None
-        with suppress(OSError, ValueError):
-            self._process.stdin.write(to_line(message))
-            self._process.stdin.flush()
+        self.process.say(to_line(message))
 
     def answers(self, timeout_s: float) -> Iterator[Message]:
         """Answers until the process ends, or until none comes in time."""
@@ -218,54 +191,17 @@ class _RankProcess:
             while (answer := self._answers.get(timeout=timeout_s)) is not None:
                 yield answer
 
-    def end(self) -> None:
-        """Let the process end."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
+    def _hear(self, line: str) -> None:
+        answer = from_line(line)
+        if isinstance(answer, RankFailure):
+            self._owner.lose(answer.to_error(self.rank))
+        self._answers.put(answer)
 
-    def kill(self) -> None:
-        """End the process at once."""
-        self._process.kill()
-
-    def join(self) -> None:
-        """Wait for the end of the process, and close its pipes."""
-        try:
-            self._process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for thread, stream in ((self._reader, self._process.stdout), (self._log, self._process.stderr)):
-            if thread is not threading.current_thread():
-                thread.join(ENDING_S)
-            if stream is not None and not thread.is_alive():
-                stream.close()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            answer = from_line(line)
-            if isinstance(answer, RankFailure):
-                self._owner.lose(answer.to_error(self.rank))
-            self._answers.put(answer)
-        self._log.join(ENDING_S)
+    def _ended(self) -> None:
         self._answers.put(None)
         if not self._owner.is_closing and not self._owner.is_lost.wait(FIRST_S):
-            reason = f"rank {self.rank} has ended: {self._last_words()}"
+            reason = f"rank {self.rank} has ended: {self.process.last_words()}"
             self._owner.lose(PeerUnreachable(reason, id=ENDED))
-
-    def _read_log(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._last_lines.append(line.rstrip())
-            logger.info("rank %d: %s", self.rank, line.rstrip())
-
-    def _last_words(self) -> str:
-        """The signal that ended the process, or the last line that it wrote."""
-        code = self._process.wait()
-        if code < 0:
-            return f"signal {-code}"
-        return self._last_lines[-1] if self._last_lines else f"exit code {code}"
 
 
 def _draft_spec(draft: DraftLike | None) -> DraftSpec | None:
