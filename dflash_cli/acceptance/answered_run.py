@@ -1,16 +1,16 @@
 """The result of a finished run, from its file of answers and without a loaded model."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.acceptance.journal import Journal, stored_settings
 from dflash_cli.generation.answers import Event
 from dflash_cli.generation.loaded_pair import LOADED_SETTINGS, OpenedPair
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.generation.run_facts import PairRun, RunFacts
+from dflash_cli.generation.run_facts import PairRun
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.documents import copy_fields, fields_of, to_json
+from dflash_runtime.documents import copy_fields, to_json
 from dflash_runtime.scheduling.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,20 +41,8 @@ class AnsweredRun(OpenedPair):
 
     def describe(self) -> PairRun:
         """Facts about the pair and this process."""
-        config = self.config
-        return PairRun(
-            **fields_of(RunFacts.here(self.stored["device_name"])),
-            draft=self.identities.get("draft"),
-            target=self.identities["target"],
-            template_digest=self.template_digest,
-            max_num_requests=config.max_num_requests,
-            scheduling=config.scheduling,
-            target_runtime=self.stored["target_runtime"],
-            device_map=config.device_map,
-            target_quantization=self.stored["target_quantization"],
-            prefix_cache=config.prefix_cache,
-            adaptive_width=config.adaptive_width,
-            engine=asdict(config),
+        return self.described(
+            self.config, self.stored["device_name"], self.stored["target_runtime"], self.stored["target_quantization"]
         )
 
     def warm_up(self, params: SamplingParams, num_prompts: int) -> None:

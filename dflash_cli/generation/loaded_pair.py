@@ -80,6 +80,25 @@ class OpenedPair:
         """Digest of the chat template; None without a tokenizer."""
         return self.tokenizer.template_digest if self.tokenizer is not None else None
 
+    def described(
+        self, config: EngineConfig, device: str, target_runtime: str, target_quantization: str | None
+    ) -> PairRun:
+        """Facts about the checkpoints, the settings and this process."""
+        return PairRun(
+            **fields_of(RunFacts.here(device)),
+            draft=self.identities.get("draft"),
+            target=self.identities["target"],
+            template_digest=self.template_digest,
+            max_num_requests=config.max_num_requests,
+            scheduling=config.scheduling,
+            target_runtime=target_runtime,
+            device_map=config.device_map,
+            target_quantization=target_quantization,
+            prefix_cache=config.prefix_cache,
+            adaptive_width=config.adaptive_width,
+            engine=asdict(config),
+        )
+
     def known_settings(self, config: EngineConfig, params: SamplingParams, *, chat: bool) -> dict[str, Any]:
         """The part of `PairSession.run_settings` that is known before the models are loaded.
 
@@ -182,21 +201,8 @@ class PairSession(OpenedPair):
 
     def describe(self) -> PairRun:
         """Return further facts about this run: checkpoints by name, machine, package versions, command."""
-        config = self.llm.pair.config
-        return PairRun(
-            **fields_of(RunFacts.here(device_name(self.llm.device))),
-            draft=self.identities.get("draft"),
-            target=self.identities["target"],
-            template_digest=self.template_digest,
-            max_num_requests=config.max_num_requests,
-            scheduling=config.scheduling,
-            target_runtime=self.llm.pair.target_runtime,
-            device_map=config.device_map,
-            target_quantization=self.llm.pair.target_quantization,
-            prefix_cache=config.prefix_cache,
-            adaptive_width=config.adaptive_width,
-            engine=asdict(config),
-        )
+        pair = self.llm.pair
+        return self.described(pair.config, device_name(self.llm.device), pair.target_runtime, pair.target_quantization)
 
     def check_params(self, params: SamplingParams) -> None:
         """Refuse sampling parameters that this pair cannot apply.
