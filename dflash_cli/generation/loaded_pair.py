@@ -108,7 +108,7 @@ class OpenedPair:
         chosen = {
             "dtype": config.dtype, "kernels": config.kernels, "recurrent_rows": config.recurrent_rows,
             "device": config.device.partition(":")[0], "target_runtime": config.target_runtime,
-            "max_model_len": config.max_model_len or "auto",
+            "max_model_len": config.max_model_len or "auto", "kv_dtype": config.kv_dtype,
         }  # fmt: skip
         return {
             **{f"{role}_{key}": item[key] for role, item in identities.items() for key in ("digest", "modified_ns")},
@@ -118,6 +118,7 @@ class OpenedPair:
             "device_map": config.device_map,
             **{name: value for name, value in chosen.items() if value != "auto"},
             **({} if config.module_swaps else {"module_swaps": False}),
+            **({} if config.tensor_parallel_size == 1 else {"tensor_parallel_size": config.tensor_parallel_size}),
             **self.overrides.settings,
             "chat": chat,
             "chat_template_kwargs": self.template_options,
@@ -181,7 +182,6 @@ class PairSession(OpenedPair):
         Checkpoints are identified by their digests, independent of names and paths.
         """
         pair = self.llm.pair
-        size = pair.config.tensor_parallel_size
         return {
             **self.known_settings(pair.config, params, chat=chat),
             "num_speculative_tokens": self.llm.num_draft_tokens,
@@ -191,10 +191,8 @@ class PairSession(OpenedPair):
             "device_name": device_name(self.llm.device),
             "kernels": pair.placement.kernels.name,
             "target_runtime": pair.target_runtime,
-            **({} if size == 1 else {"tensor_parallel_size": size}),
             "target_quantization": pair.target_quantization,
             **({} if pair.rounding is None else {"rounding": pair.rounding}),
-            **({"kv_dtype": pair.config.kv_dtype} if pair.placement.has_fp8_pages else {}),
             **({} if pair.recurrent_rows is None else {"recurrent_rows": pair.recurrent_rows}),
             **({"module_swaps": pair.config.module_swaps} if pair.target_runtime == "transformers" else {}),
         }

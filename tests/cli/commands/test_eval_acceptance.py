@@ -327,7 +327,10 @@ def test_a_finished_run_loads_no_model(rows: Path, answered: Path, monkeypatch: 
         if part == "measured":
             assert {key for key in first if first[key] != second[key]} <= {"argv", "date"}
     assert again == whole
-    for options in (["--seed", "1"], ["--dtype", "float64"], ["--max-model-len", "512"], ["--causality", "causal"]):
+    for options in (
+        ["--seed", "1"], ["--dtype", "float64"], ["--max-model-len", "512"], ["--causality", "causal"],
+        ["--kv-dtype", "fp8"], ["--tensor-parallel", "2"],
+    ):  # fmt: skip
         with pytest.raises(AssertionError, match="loads"):
             run(*SMALL, "--output", str(rows), "--resume", *options)
     lines = before.splitlines(keepends=True)
