@@ -12,7 +12,7 @@ from dflash_testing.paths import ROOT
 
 PACKAGE = ROOT / "runtime" / "dflash_runtime"
 ROOMS = (
-    "phrases whole_files notices errors json_values registry config documents",
+    "phrases whole_files line_process notices errors json_values registry config documents",
     "checkpoint",
     "scheduling",
     "kv_transfer ranks",
