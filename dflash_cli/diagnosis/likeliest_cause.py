@@ -1,19 +1,15 @@
 """One sentence on a run-level report: the likeliest cause of low acceptance, and the next step."""
 
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from dflash_cli.diagnosis.explained_looks import unexplained
-from dflash_cli.diagnosis.reading_results import ReadingResult, ReadingSearch
+from dflash_cli.diagnosis.explained_looks import proven, spot_of, unexplained
+from dflash_cli.diagnosis.reading_results import ReadingResult
 from dflash_cli.diagnosis.run_report import RunReport
-from dflash_cli.diagnosis.weight_rewrites import Spot
 from dflash_cli.rules.rule import Finding
 from dflash_runtime.documents import INLINE
-
-LAYER = re.compile(r"layers\.(\d{1,9})\.(.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,7 @@ def diagnose_report(report: RunReport, *, draft: str, target: str) -> Diagnosis:
     pair = f"{shlex.quote(draft)} --target {shlex.quote(target)}"
     best = report.search.explanation if report.search is not None else None
     about_all = unexplained([item for item in report.findings if not item.engines and item.level != "run"])
-    about_all = [item for item in about_all if not _is_refuted(item, report.search)]
+    about_all = proven(about_all, report.search.harmful if report.search is not None else frozenset())
     # Without a reading that explains the draft, the only finding of the run level is about low acceptance.
     low = next((item for item in report.findings if item.level == "run"), None) if best is None else None
     if best is not None:
@@ -77,28 +73,14 @@ def _decisive_sizes(seen: Sequence[Finding], best: ReadingResult) -> list[Findin
     return sizes if best.alternative.is_scale and len(sizes) == 1 and not sizes[0].also else []
 
 
-def _is_refuted(finding: Finding, search: ReadingSearch | None) -> bool:
-    """Whether the draft is worse without each matrix that looks like noise, so that these matrices work."""
-    if finding.fact != "noise" or search is None:
-        return False
-    return all(_spot_of(location) in search.working for location in (finding.location, *finding.also))
-
-
 def _is_about(finding: Finding, best: ReadingResult) -> bool:
     """Whether a finding is about a tensor that the reading changes."""
     return any(_is_changed(location, best) for location in (finding.location, *finding.also))
 
 
 def _is_changed(location: str, best: ReadingResult) -> bool:
-    part, layer = _spot_of(location)
+    part, layer = spot_of(location)
     return any(part == name and at in (None, layer) for name, at in best.alternative.touches)
-
-
-def _spot_of(location: str) -> Spot:
-    """The part and the layer of a tensor."""
-    tensor = location.partition(":")[2].removesuffix(".weight")
-    found = LAYER.match(tensor)
-    return (tensor, None) if found is None else (found[2], int(found[1]))
 
 
 def _from_reading(best: ReadingResult, findings: Sequence[Finding], again: str) -> Diagnosis:

@@ -124,7 +124,7 @@ class ReadingSearch:
     expected           the figure that the user expects
     left_out           the prompts that failed, with the reasons
     warnings           the warnings of the pair
-    working            the parts of layers without which the draft is worse, by loss; empty if that was not tried
+    harmful            the parts without which the draft is clearly better, by loss; empty if that was not tried
     """
 
     num_prompts: int
@@ -139,7 +139,7 @@ class ReadingSearch:
     target_runtime: str = "native"
     target_quantization: Annotated[str | None, "how the target's weights are packed"] = None
     warnings: Annotated[tuple[str, ...], HIDDEN] = ()
-    working: Annotated[frozenset[Spot], HIDDEN] = frozenset()
+    harmful: Annotated[frozenset[Spot], HIDDEN] = frozenset()
 
     @property
     def explanation(self) -> ReadingResult | None:

@@ -46,7 +46,7 @@ from dflash_cli.diagnosis.reading_results import (
 )
 from dflash_cli.diagnosis.run_settings import RunSettings, Score
 from dflash_cli.diagnosis.same_part import is_contesting, readings_of_same_parts
-from dflash_cli.diagnosis.suspect_parts import most_pulled, most_strained, suspect_spots, working_spots
+from dflash_cli.diagnosis.suspect_parts import harmful_spots, most_pulled, most_strained, suspect_spots
 from dflash_cli.diagnosis.weight_rewrites import Spot
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig
@@ -165,7 +165,7 @@ class Searcher:
         self._readings = [item for item in readings if budget.factors is None or item.factor in budget.factors]
         self._tried: Counter[str] = Counter()
         self._same_parts: Sequence[ReadingResult] = ()
-        self._working: frozenset[Spot] = frozenset()
+        self._harmful: frozenset[Spot] = frozenset()
         self._num_scored, self._num_probed, self._num_planned = 0, 0, self._plan()
 
     def search(self, prompts: Sequence[Sequence[int]] | None) -> ReadingSearch:
@@ -214,7 +214,7 @@ class Searcher:
             target_runtime=runner.target_runtime,
             target_quantization=runner.target_quantization,
             warnings=runner.warnings,
-            working=self._working,
+            harmful=self._harmful,
         )
 
     def _taps(self) -> set[int]:
@@ -246,6 +246,8 @@ class Searcher:
     def _screened(self, own_len: float) -> list[ReadingResult]:
         """Estimates of all readings except poor guesses, the lowest loss first."""
         found = self._best([item for item in self._readings if not item.is_guess], FEW_ANCHORS)
+        left_out = [item for item in found if item.alternative.is_neutral]
+        self._harmful = harmful_spots(left_out, self._own_score(FEW_ANCHORS).loss)
         for factor in dict.fromkeys(item.factor for item in self._readings if item.is_guess):
             guesses = [item for item in self._readings if item.is_guess and item.factor == factor]
             if factor == "weights":
@@ -275,7 +277,7 @@ class Searcher:
         found = self._best(probes, VERY_FEW_ANCHORS)
         suspects = suspect_spots(found, MAX_SUSPECTS)
         own = self._own_score(VERY_FEW_ANCHORS).loss
-        self._working = working_spots(found, own)
+        self._harmful |= harmful_spots(found, own)
         harmful = [item.alternative for item in found[:MAX_HARMFUL] if item.score.loss < own]
         pulls = self._in_memory(self._screen.pulls, self._own)
         pulled = most_pulled(pulls, self._own.config, MAX_PULLED) if pulls is not None else frozenset()

@@ -32,7 +32,7 @@ from dflash_cli.diagnosis.run_level import RunSubject
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import ExpectedFigure, Score
 from dflash_cli.diagnosis.same_part import contested
-from dflash_cli.diagnosis.suspect_parts import suspect_spots, working_spots
+from dflash_cli.diagnosis.suspect_parts import harmful_spots, suspect_spots
 from dflash_cli.diagnosis.weight_rewrites import HEAD_NORMS, MATRICES, NORMS, Spot
 from dflash_cli.diagnosis.weight_space import spots
 from dflash_cli.rules.rule import Finding, all_rules
@@ -241,24 +241,49 @@ def finding(rule: str, location: str, **changes: Any) -> Finding:
     return Finding(rule, severity, location, "a message", level="weights", outcome="drops", **changes)
 
 
-def test_a_matrix_that_works_is_not_called_noise() -> None:
-    """A trained matrix may look like noise. Without a layer a draft is worse even if one matrix of it is noise."""
-    place = "model.safetensors:layers.1.self_attn.o_proj.weight"
+def without(loss: float, *parts: Spot) -> ReadingResult:
+    left_out = result(1.7, 1.3, 0.0, "weights", touches=frozenset(parts), is_neutral=True)
+    return replace(left_out, score=Score(1.3, 1.3, loss))
+
+
+def test_a_part_harms_if_the_draft_is_clearly_better_without_it() -> None:
+    """The smallest group that is left out decides, and of single layers the one with the most harmful part."""
+    attention = ("self_attn.o_proj", 1), ("self_attn.v_proj", 1)
+    found = [
+        without(3.0, *attention, ("mlp.down_proj", 1)), without(3.8, *attention), without(3.95, ("norm", None)),
+        without(3.5, ("self_attn.q_proj", 0)), without(3.6, ("hidden_norm", None)),
+    ]  # fmt: skip
+    assert harmful_spots(found, 4.0) == {*attention, ("mlp.down_proj", 1), ("hidden_norm", None)}
+    assert harmful_spots(found[1:], 4.0) == {("self_attn.q_proj", 0), ("hidden_norm", None)}
+    assert harmful_spots(found, 3.0) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("harmful", "named"),
+    [(("self_attn.v_proj", 1), 1), (("self_attn.v_proj", 2), 2), (("self_attn.v_proj", None), None), (None, None)],
+)
+def test_noise_is_named_only_where_the_draft_is_better_without_the_matrix(
+    harmful: Spot | None, named: int | None
+) -> None:
+    """Sound matrices look like noise too. A draft that accepts nothing is no evidence against one of them."""
+    places = [f"model.safetensors:layers.{layer}.self_attn.v_proj.weight" for layer in (1, 2)]
     low = replace(finding("R06", "config.json", severity="error"), level="run")
-    attention = frozenset({("self_attn.o_proj", 1), ("self_attn.v_proj", 1)})
+    search = ReadingSearch(16, 1000, 1.01, (), 60, harmful=frozenset({harmful} if harmful is not None else ()))
+    report = report_of_search(search, finding("N37", places[0], also=(places[1],)), low)
+    diagnosis = diagnose_report(report, draft="d", target="t")
+    assert (diagnosis.rule, diagnosis.has_cause) == ("R06" if named is None else "N37", named is not None)
+    assert named is None or f"layers.{named}." in diagnosis.sentence.partition(";")[0]
 
-    def without(loss: float, *parts: Spot) -> ReadingResult:
-        left_out = result(1.7, 1.3, 0.0, "weights", touches=frozenset(parts), is_neutral=True)
-        return replace(left_out, score=Score(1.3, 1.3, loss))
 
-    layer = without(5.0, *attention, ("mlp.down_proj", 1), ("self_attn.o_proj", 0))
-    for loss, rule in ((4.5, "R06"), (3.5, "N37")):
-        working = working_spots([without(loss, *attention), layer], 4.0)
-        assert (("self_attn.o_proj", 1) in working) == (rule == "R06")
-        assert ("self_attn.o_proj", 0) in working
-        search = ReadingSearch(16, 1000, 1.7, (), 60, working=working)
-        diagnosis = diagnose_report(report_of_search(search, finding("N37", place), low), draft="d", target="t")
-        assert (diagnosis.rule, diagnosis.has_cause) == (rule, rule == "N37")
+@pytest.mark.parametrize(
+    ("harmful", "rule"), [("markov_head.markov_w2.weight", "N37"), ("fc", "R06"), ("self_attn.v_proj", "R06")]
+)
+def test_noise_in_a_table_is_named_if_its_head_harms(harmful: str, rule: str) -> None:
+    """Leaving out one table leaves out the whole head."""
+    low = replace(finding("R06", "config.json", severity="error"), level="run")
+    search = ReadingSearch(16, 1000, 1.4, (), 60, harmful=frozenset({(harmful, None)}))
+    report = report_of_search(search, finding("N37", "model.safetensors:markov_head.markov_w1.weight"), low)
+    assert diagnose_report(report, draft="d", target="t").rule == rule
 
 
 def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
@@ -273,12 +298,12 @@ def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
     assert diagnose_report(report, draft="d", target="t").has_cause is False
 
 
-@pytest.mark.parametrize(("severity", "rule"), [("info", None), ("warning", "N37"), ("error", "N37")])
+@pytest.mark.parametrize(("severity", "rule"), [("info", None), ("warning", "N38"), ("error", "N38")])
 def test_a_reading_that_only_moves_values_refutes_a_remark_that_they_are_lost(severity: str, rule: str | None) -> None:
-    """The values of v_proj look like noise in k_proj. Exchanged back, the draft accepts all it should."""
+    """The rows of v_proj look cut off in k_proj. Exchanged back, the draft accepts all it should."""
     spots = frozenset({("self_attn.k_proj", 1), ("self_attn.v_proj", 1)})
     search = ReadingSearch(16, 1000, 1.2, (result(1.2, 6.1, 4.5, "weights", touches=spots),), 60)
-    seen = finding("N37", "model.safetensors:layers.1.self_attn.k_proj.weight", severity=severity)
+    seen = finding("N38", "model.safetensors:layers.1.self_attn.k_proj.weight", severity=severity)
     assert diagnose_report(report_of_search(search, seen), draft="d", target="t").rule == rule
 
 
