@@ -37,6 +37,7 @@ from dflash_cli.diagnosis.weight_rewrites import HEAD_NORMS, MATRICES, NORMS, Sp
 from dflash_cli.diagnosis.weight_space import spots
 from dflash_cli.rules.rule import Finding, all_rules
 from dflash_cli.rules.subject import ValidationPlan, open_subject
+from dflash_cli.rules.themes import siblings
 from dflash_cli.rules.validator import report_of
 from dflash_runtime.documents import copy_fields
 from dflash_runtime.models.weights import stack_projections
@@ -284,6 +285,18 @@ def test_noise_in_a_table_is_named_if_its_head_harms(harmful: str, rule: str) ->
     search = ReadingSearch(16, 1000, 1.4, (), 60, harmful=frozenset({(harmful, None)}))
     report = report_of_search(search, finding("N37", "model.safetensors:markov_head.markov_w1.weight"), low)
     assert diagnose_report(report, draft="d", target="t").rule == rule
+
+
+@pytest.mark.parametrize(("num_siblings", "is_noise"), [(0, False), (1, False), (2, True)])
+def test_a_matrix_is_compared_with_two_other_layers(
+    num_siblings: int, is_noise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cutting off layers leaves fewer siblings, and the sound matrices that are left may look like noise."""
+    beside = [("layers.0.self_attn.v_proj.weight", 1.0, [2.0] * num_siblings), ("fc.weight", 4.0, [])]
+    monkeypatch.setattr(siblings, "_beside", lambda *_, **__: iter([*beside, ("layers.0.mlp.up_proj.weight", 2.0, [])]))
+    rule = next(rule for rule in all_rules() if rule.id == "N37")
+    subject = open_subject(ValidationPlan(draft=fetch_directory(TINY, Role.DRAFT)))
+    assert len(list(rule.findings(subject))) == is_noise
 
 
 def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
