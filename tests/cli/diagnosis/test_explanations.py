@@ -266,7 +266,7 @@ def test_a_part_harms_if_the_draft_is_clearly_better_without_it() -> None:
 def test_noise_is_named_only_where_the_draft_is_better_without_the_matrix(
     harmful: Spot | None, named: int | None
 ) -> None:
-    """Sound matrices look like noise too. A draft that accepts nothing is no evidence against one of them."""
+    """Sound matrices look like noise too. Low acceptance alone does not tell which matrix is broken."""
     places = [f"model.safetensors:layers.{layer}.self_attn.v_proj.weight" for layer in (1, 2)]
     low = replace(finding("R06", "config.json", severity="error"), level="run")
     search = ReadingSearch(16, 1000, 1.01, (), 60, harmful=frozenset({harmful} if harmful is not None else ()))
