@@ -7,6 +7,7 @@ from typing import Any
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.conversion.changes import Change, key_changes, lost_keys
 from dflash_cli.conversion.fp8_tensors import in_fp8, quantization_config
+from dflash_cli.conversion.gguf_tensors import GGUF_FILE, into_gguf, out_of_gguf, with_unpacked
 from dflash_cli.conversion.inverse_map import with_inverse
 from dflash_cli.conversion.result_config import kept_keys, result_config, with_stored_type
 from dflash_cli.conversion.result_plan import ResultPlan
@@ -52,9 +53,9 @@ class ConversionPlan(ResultPlan):
 
     @property
     def tensor_changes(self) -> list[Change]:
-        stored = self.draft.checkpoint.stored_rows
-        dropped = [replace(item, from_=stored(item.from_).stored) for item in self.dropped if item.from_ is not None]
-        return [*tensor_changes(self.draft, self.kept), *dropped]
+        name_in_file = self.draft.checkpoint.name_in_file
+        dropped = [replace(item, from_=name_in_file(item.from_)) for item in self.dropped if item.from_ is not None]
+        return [*tensor_changes(self.draft, self.kept, self.format), *dropped]
 
 
 def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionPlan:
@@ -72,7 +73,7 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         check_pair(DraftSource(draft.config, draft.checkpoint), spec.target)
     side_files, file_warnings = choose_side_files(draft, result, allow_lossy=spec.allow_lossy)
     dropped, tensor_warnings = drop_tensors(draft, selection.skip, result, spec.target, allow_lossy=spec.allow_lossy)
-    tensors = keep_tensors(draft, dropped)
+    tensors = with_unpacked(draft, keep_tensors(draft, dropped))
     config, config_warnings = result_config(draft, spec, result, dropped)
     tap_warnings: list[Notice] = []
     if spec.normalise_taps and not taps_ascend(config):
@@ -89,6 +90,10 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         config, config_json, reader_warnings = _state(config, carried, result)
     if spec.quantize is not None:
         tensors = in_fp8(draft, tensors, spec.target, has_all=spec.quantizes_all)
+    if draft.format.is_one_file and not result.is_one_file:
+        tensors = out_of_gguf(draft, tensors)
+    if result.is_one_file:
+        tensors, config_json = into_gguf(tensors, config_json)
     if spec.is_repair:
         config_json = _without_causality(draft, config, config_json, result)
     if word_of(draft.format) == word_of(result):
@@ -101,7 +106,7 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         format=result,
         config=config,
         config_json=config_json,
-        files=assign_files(tensors, spec.max_shard_bytes),
+        files={GGUF_FILE: tuple(tensors)} if result.is_one_file else assign_files(tensors, spec.max_shard_bytes),
         dropped=tuple(dropped),
         side_files=side_files,
         warnings=(*draft.parsed.notes, *warnings),
@@ -182,6 +187,14 @@ def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
             path=path,
             field="is_causal",
             hint="--causality causal for a draft of NeMo Automodel's JetSpec recipe, otherwise --causality non-causal",
+        )
+    if draft.quantization is not None and draft.format.is_one_file and not result.is_one_file:
+        raise LossyConversion(
+            f"quantised weights ({draft.quantization}), which only GGUF holds",
+            id="quantised-weights",
+            path=path,
+            found=draft.quantization,
+            hint="--dequantize writes them as bfloat16",
         )
     if draft.quantization is not None and not result.allows_packed and word_of(draft.format) != word_of(result):
         allowing = ", ".join(word_of(item) for item in writable_formats(family) if item.allows_packed)

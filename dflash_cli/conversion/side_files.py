@@ -77,6 +77,8 @@ def choose_side_files(
 def copied_files(draft: DraftCheckpoint | KindDraft) -> Iterator[Path]:
     """The model card, licences, tokenizer files and settings of the source."""
     path = draft.checkpoint.path
+    if not path.is_dir():  # a GGUF file: its neighbours may belong to other models
+        return
     patterns = (*PAPERS, *TOKENIZER, *SETTINGS)
     found = {item for pattern in patterns for item in path.glob(pattern) if item.is_file()}
     for item in sorted(found):
@@ -141,6 +143,8 @@ def file_changes(draft: DraftCheckpoint | KindDraft, copied: tuple[Path, ...]) -
         why = "with a section about this conversion" if item.name == CARD else ""
         yield Change(item.name, item.name, "kept", why)
     checkpoint = draft.checkpoint
+    if not checkpoint.path.is_dir():
+        return
     taken = {"config.json", *(item.name for item in (*copied, *checkpoint.weight_files))}
     for item in sorted(checkpoint.path.iterdir()):
         if item.name not in taken and not item.name.startswith(".") and not item.name.endswith(INDEX_SUFFIX):

@@ -104,6 +104,7 @@ class Format(ABC):
     derives_inverse     whether they ask for t2d, the inverse of the id map d2t
     style_flags         keys on norms and rope that all of them follow (see STYLE_FLAGS)
     allows_packed       whether packed weights of another dialect can be written in it
+    is_one_file         whether one file holds both the config and the weights
     ignored_settings    last parts of keys that `unread` lists and that no engine reads, so that a conversion drops them
     """
 
@@ -146,6 +147,7 @@ class Format(ABC):
     style_flags: ClassVar[frozenset[str]] = frozenset()
     ignored_settings: ClassVar[frozenset[str]] = frozenset()
     allows_packed: ClassVar[bool] = True
+    is_one_file: ClassVar[bool] = False
 
     @abstractmethod
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
@@ -229,6 +231,10 @@ class Format(ABC):
     def stored_key(self, carried: str) -> str:
         """The dotted key of the config under which a carried key is stored."""
         return carried
+
+    def name_in_file(self, tensor: str) -> str:
+        """The name that a written file has for a tensor of that canonical name."""
+        return tensor
 
     def unread(self, config: Mapping[str, Any]) -> Json:
         """Dotted key -> value of the keys that neither `read_config` reads nor a conversion carries."""
