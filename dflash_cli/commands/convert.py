@@ -153,8 +153,8 @@ def _for_renaming(spec: ConversionSpec, request: ConversionRequest) -> Conversio
 def _plan(request: ConversionRequest) -> "ResultPlan":
     """The plan of the conversion, made before anything is written."""
     from dflash_cli.checkpoints.opening import Overrides, open_draft, open_target
-    from dflash_cli.checkpoints.packed_weights import unpacked
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
+    from dflash_cli.checkpoints.unpacking import unpacked
     from dflash_cli.conversion.destination import check_destination, protect_inputs
     from dflash_cli.conversion.plan import plan_conversion
     from dflash_cli.conversion.renaming import plan_renaming

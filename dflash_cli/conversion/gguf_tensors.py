@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.checkpoints.packed_weights import RESULT, UnpackedCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
+from dflash_cli.checkpoints.unpacking import RESULT, UnpackedCheckpoint
 from dflash_cli.formats.fields import look_up, with_keys
 from dflash_cli.formats.gguf import NORMS
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint

@@ -33,14 +33,16 @@ from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import Format, named_architectures
 from dflash_cli.formats.dspark import DSparkSpeculators
-from dflash_cli.formats.fields import LOGIT_SCALE
+from dflash_cli.formats.fields import LOGIT_SCALE, look_up
+from dflash_cli.formats.gguf import ARCHITECTURE_KEY, CAUSAL, TOKENS, Gguf, GgufRelative
 from dflash_cli.formats.native import Native
 from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
-from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import SINKS
+from dflash_runtime.errors import MISSING
 from dflash_runtime.json_values import as_object
 
 NAME = "llama.cpp"
@@ -53,7 +55,8 @@ class LlamaCpp(ServingEngine):
     """llama.cpp. Its converter reads native drafts."""
 
     name: ClassVar[str] = NAME
-    reads: ClassVar[tuple[type[Format], ...]] = (Native, DSparkSpeculators)
+    reads: ClassVar[tuple[type[Format], ...]] = (Native, DSparkSpeculators, Gguf)
+    serves_as_is: ClassVar[frozenset[str]] = frozenset({"gguf"})
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
     finds_by_architecture: ClassVar[bool] = True
@@ -78,6 +81,8 @@ class LlamaCpp(ServingEngine):
     def read_values(self, subject: Subject) -> EngineReading | None:
         """The metadata that the converter writes, as the loader reads it. Numbers must be integers that GGUF holds."""
         config = subject.config
+        if isinstance(subject.format, Gguf):
+            return _gguf_values(subject)
         try:
             found = resolve_auto(config)
         except EngineStops:  # the converter then reads the file itself
@@ -113,12 +118,14 @@ class LlamaCpp(ServingEngine):
 
     def causality(self, subject: Subject) -> tuple[bool, ...]:
         """One flag for all layers, false if none is stated."""
+        if isinstance(subject.format, Gguf):
+            return (look_up(subject.config, CAUSAL) is True,) * len(subject.stated.layer_types)
         top, nested = subject.config.get("is_causal"), as_object(subject.config.get("dflash_config")).get("causal")
         return (top is True or (top is None and nested is True),) * len(subject.stated.layer_types)
 
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
-        """It also converts speculators files of DSpark. Source: ggml-org/llama.cpp#26275."""
-        return isinstance(dialect, DSparkSpeculators) or super().serves_kind(dialect, config)
+        """It also converts speculators files of DSpark, and loads GGUF. Source: ggml-org/llama.cpp#26275, #27342."""
+        return isinstance(dialect, DSparkSpeculators | GgufRelative) or super().serves_kind(dialect, config)
 
     def served_layout(self, subject: Subject) -> bool | None:
         """The layout of a speculators file of DSpark; a missing key means fill-in. Native files are not modelled."""
@@ -138,6 +145,29 @@ class LlamaCpp(ServingEngine):
         serve += words_of({"--spec-draft-n-max": pair.num_draft_tokens, "-c": pair.context_limit})
         commands = [*convert, pair.target, "--outtype", "bf16", "--outfile", target], of_draft, serve
         return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)
+
+
+def _gguf_values(subject: Subject) -> EngineReading | None:
+    """The metadata of a GGUF file as src/models/dflash.cpp reads it. None if the file's dialect does not read it.
+
+    Without a key the block has 16 rows, rope has the theta 10000, and all layers see the whole block.
+    """
+    if subject.parsed is None:
+        raise EngineStops(ARCHITECTURE_KEY, "the metadata cannot be read")
+    config = subject.parsed.config
+    if look_up(subject.config, TOKENS) is MISSING:
+        raise EngineStops(TOKENS, "no tokenizer")
+    check_captured([*config.target_layer_ids], config.hidden_size, subject)
+    check_mask(config.mask_token_id, subject)
+    return EngineReading(
+        windows=config.windows,
+        causal=config.causal,
+        taps=config.target_layer_ids,
+        mask_token_id=config.mask_token_id,
+        rope={"rope_theta": config.rope.theta, "rope_type": config.rope.kind, **config.rope.params},
+        eps=config.rms_norm_eps,
+        block_size=config.block_size,
+    )
 
 
 def _count(key: str, value: Any) -> int:
@@ -210,6 +240,39 @@ def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
 def llama_applies_no_scale(subject: Subject) -> Iterator[Problem]:
     """input_embedding_scale and logit_scale are 1 or absent, because llama.cpp does not apply them."""
     yield from stated_scales(subject, ("input_embedding_scale", LOGIT_SCALE))
+
+
+@check_llama_cpp(
+    "S44",
+    effect="llama.cpp stops at a file without a tokenizer, and compares the tokens with the target's",
+    fix="dflash convert {draft} {out} --to gguf --tokenizer TARGET.gguf # copies the target's tokenizer",
+    source="ggml-org/llama.cpp src/llama-vocab.cpp; conversion/qwen.py set_vocab",
+    unnamed="warning",
+)
+def gguf_has_a_tokenizer(subject: Subject) -> Iterator[Problem]:
+    """A GGUF file holds the tokenizer of the target, with a token for each row of the vocabulary."""
+    if not isinstance(subject.format, Gguf):
+        return
+    found, size = look_up(subject.config, TOKENS), subject.stated.body.get("vocab_size")
+    location = subject.location("tokenizer.ggml.tokens")
+    if look_up(subject.config, "tokenizer.ggml.model") is MISSING or found is MISSING:
+        yield Problem(location, "missing, expected the tokenizer of the target")
+    elif found != size:
+        yield Problem(location, f"{found} tokens, expected {size}, the vocabulary of the draft")
+
+
+@check_llama_cpp(
+    "S45",
+    effect="llama.cpp stops, because it multiplies norms only in F32",
+    fix="dflash convert {draft} {out} --to gguf",
+    source="ggml-org/llama.cpp conversion/base.py prepare_tensors",
+    unnamed="warning",
+)
+def gguf_has_wide_vectors(subject: Subject) -> Iterator[Problem]:
+    """Norms in a GGUF file are F32."""
+    for name, info in (subject.tensors or {}).items() if isinstance(subject.format, Gguf) else ():
+        if len(info.shape) == 1 and info.dtype != "F32":
+            yield Problem(f"{WEIGHTS}:{name}", f"{info.dtype}, expected F32")
 
 
 def _gguf(reference: str) -> str:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
 
 CONFIG_FILE = "config.json"
+WEIGHTS = "model.safetensors"
+"""The locations of findings about the config and about the weights, whatever the names of the files."""
+
 UNRECOGNISED = Unrecognised()
 
 BODY_SIZES = {
@@ -171,6 +174,12 @@ class Subject:
     def location(self, key: str) -> str:
         """The location of a dotted key of the config."""
         return f"{CONFIG_FILE}:{key}"
+
+    def in_file(self, location: str) -> str:
+        """A location as the user sees it: in a GGUF file, config and weights are one file."""
+        file, colon, rest = location.partition(":")
+        is_own = self.format.is_one_file and self.checkpoint is not None and file in (CONFIG_FILE, WEIGHTS)
+        return f"{self.checkpoint.config_path.name}{colon}{rest}" if is_own and self.checkpoint else location
 
     def at(self, field: str) -> str:
         """The location of the key that states a field; if none does, of the key to add."""

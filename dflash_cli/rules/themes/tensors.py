@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from dflash_cli.formats.decoder_body import STORED_AS
 from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
-from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_runtime.checkpoint import layout
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.files import TensorInfo
@@ -29,7 +29,6 @@ from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.json_values import is_int
 
-WEIGHTS = "model.safetensors"
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
 ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
@@ -204,7 +203,12 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
     """All weights have the same element type, and it is not float16."""
     is_packed = _states_packing(subject)
     body = _body_tensors(subject).items()
-    counts = Counter(info.dtype for name, info in body if not (is_packed and layout.PACKED.match(name)))
+    has_wide_vectors = subject.format.is_one_file  # llama.cpp needs vectors in float32
+    counts = Counter(
+        info.dtype
+        for name, info in body
+        if not (is_packed and layout.PACKED.match(name)) and not (has_wide_vectors and len(info.shape) == 1)
+    )
     if len(counts) > 1 and not is_packed:
         yield Problem(WEIGHTS, f"mixed element types: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}")
     if "F16" in counts:

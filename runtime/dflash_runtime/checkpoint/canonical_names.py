@@ -45,6 +45,10 @@ class CanonicalCheckpoint(Checkpoint):
         self._stored_rows: dict[str, StoredRows] = {}
 
     @property
+    def config_path(self) -> Path:
+        return self.stored.config_path
+
+    @property
     def tensors(self) -> dict[str, TensorInfo]:
         """Every tensor by its canonical name. `begin` and `end` enclose only the rows of this tensor."""
         if self._tensors is None:

@@ -1,9 +1,9 @@
 """Compute the numbers that packed matrices stand for, row by row: MLX's 2, 4 and 8 bits, and quantised types of GGUF.
 
-MLX: each group of adjacent numbers of a row has a scale and a bias, number = scale * code + bias. Codes fill words of 32
-bits from the lowest bits on. Source: ml-explore/mlx docs, mlx.core.quantize, mode affine.
-Q8_0: a half-precision scale and 32 signed bytes, number = scale * byte. Q4_0: a half-precision scale and 16 bytes, whose
-low halves are the first 16 codes and whose high halves are the last 16, number = scale * (code - 8).
+MLX: each group of adjacent numbers of a row has a scale and a bias, number = scale * code + bias. Codes fill words of
+32 bits from the lowest bits on. Source: ml-explore/mlx docs, mlx.core.quantize, mode affine.
+Q8_0: a half-precision scale and 32 signed bytes, number = scale * byte. Q4_0: a half-precision scale and 16 bytes. The
+low halves of the bytes are the first 16 codes, the high halves the last 16, and number = scale * (code - 8).
 Source: gguf 0.19.0 quants.py. Other types need the package gguf.
 """
 
