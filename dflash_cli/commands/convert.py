@@ -126,7 +126,7 @@ class ConversionRequest(ForceOptions, ReadingOptions):
         if self.quantize_all and self.quantize is None:
             text = "--quantize-all: expected --quantize fp8 beside it"
             raise UsageError(text, id="quantize-all-alone", field="--quantize-all")
-        if not get_writable(self.to).is_one_file:
+        if not get_writable(self.to).one_file:
             return
         for option, value in (("--max-shard-size", self.max_shard_size), ("--quantize", self.quantize)):
             if value is not None:

@@ -73,7 +73,7 @@ def convert_draft(
                     )
         with _timed(seconds, "hash_s"):
             weights = _hash_weights(source.weight_files, [stage / name for name in plan.files], progress)
-            of_result = next(iter(plan.files)) if plan.format.is_one_file else "config.json"
+            of_result = next(iter(plan.files)) if plan.format.one_file else "config.json"
             paths = (source.config_path, stage / of_result)
             configs = HashedConfigs(*(HashedFile(path.stat().st_size, hash_file(path)) for path in paths))
         facts = fields_of(plan.facts)
@@ -126,11 +126,11 @@ def _write_plan(plan: ResultPlan, stage: Path, progress: Progress) -> None:
         progress("copy", count, total)
 
     for name, tensors in plan.files.items():
-        if plan.format.is_one_file:
+        if plan.format.one_file:
             write_gguf(stage / name, plan.config_json, tensors, advance, tokenizer=plan.spec.tokenizer)
         else:
             write_tensors(stage / name, tensors, advance)
-    if plan.format.is_one_file:
+    if plan.format.one_file:
         return
     if len(plan.files) > 1:
         weight_map = {info.name: name for name, tensors in plan.files.items() for info in tensors}

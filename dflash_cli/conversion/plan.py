@@ -7,7 +7,6 @@ from typing import Any
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.conversion.changes import Change, key_changes, lost_keys
 from dflash_cli.conversion.fp8_tensors import in_fp8, quantization_config
-from dflash_cli.conversion.gguf_tensors import GGUF_FILE, into_gguf, out_of_gguf, with_unpacked
 from dflash_cli.conversion.inverse_map import with_inverse
 from dflash_cli.conversion.result_config import kept_keys, result_config, with_stored_type
 from dflash_cli.conversion.result_plan import ResultPlan
@@ -15,6 +14,8 @@ from dflash_cli.conversion.side_files import ALLOW_HINT, choose_side_files
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.tap_order import normalise_taps
 from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
+from dflash_cli.conversion.unpacked_tensors import with_unpacked
+from dflash_cli.conversion.vector_types import with_vector_types
 from dflash_cli.formats.dialect import (
     Format,
     Json,
@@ -90,10 +91,7 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         config, config_json, reader_warnings = _state(config, carried, result)
     if spec.quantize is not None:
         tensors = in_fp8(draft, tensors, spec.target, has_all=spec.quantizes_all)
-    if draft.format.is_one_file and not result.is_one_file:
-        tensors = out_of_gguf(draft, tensors)
-    if result.is_one_file:
-        tensors, config_json = into_gguf(tensors, config_json)
+    tensors, config_json = with_vector_types(draft, tensors, config_json, result)
     if spec.is_repair:
         config_json = _without_causality(draft, config, config_json, result)
     if word_of(draft.format) == word_of(result):
@@ -106,7 +104,7 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         format=result,
         config=config,
         config_json=config_json,
-        files={GGUF_FILE: tuple(tensors)} if result.is_one_file else assign_files(tensors, spec.max_shard_bytes),
+        files={result.one_file: tuple(tensors)} if result.one_file else assign_files(tensors, spec.max_shard_bytes),
         dropped=tuple(dropped),
         side_files=side_files,
         warnings=(*draft.parsed.notes, *warnings),
@@ -188,9 +186,9 @@ def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
             field="is_causal",
             hint="--causality causal for a draft of NeMo Automodel's JetSpec recipe, otherwise --causality non-causal",
         )
-    if draft.quantization is not None and draft.format.is_one_file and not result.is_one_file:
+    if draft.quantization is not None and draft.format.one_file and not result.one_file:
         raise LossyConversion(
-            f"quantised weights ({draft.quantization}), which only GGUF holds",
+            f"quantised weights ({draft.quantization}), which only {draft.format.title} holds",
             id="quantised-weights",
             path=path,
             found=draft.quantization,

@@ -23,6 +23,7 @@ from dflash_runtime.checkpoint.files import (
     TensorInfo,
     refuse_escape,
 )
+from dflash_runtime.checkpoint.gguf import SUFFIX
 from dflash_runtime.errors import MISSING, CheckpointError, UnsupportedError
 from dflash_runtime.notices import Notice
 
@@ -172,6 +173,6 @@ def _why(item: Path) -> str:
         return "a pickle file"
     if item.name == MANIFEST_FILE:
         return "the manifest of an earlier conversion"
-    if item.suffix in (".safetensors", ".gguf"):
+    if item.suffix in (".safetensors", SUFFIX):
         return "weights that the checkpoint does not name"
     return "not a file that readers of a checkpoint look for"

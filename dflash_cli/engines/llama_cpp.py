@@ -39,7 +39,7 @@ from dflash_cli.formats.native import Native
 from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
-from dflash_cli.rules.subject import WEIGHTS, Subject
+from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import SINKS
 from dflash_runtime.errors import MISSING
@@ -240,39 +240,6 @@ def llama_finds_the_block(subject: Subject) -> Iterator[Problem]:
 def llama_applies_no_scale(subject: Subject) -> Iterator[Problem]:
     """input_embedding_scale and logit_scale are 1 or absent, because llama.cpp does not apply them."""
     yield from stated_scales(subject, ("input_embedding_scale", LOGIT_SCALE))
-
-
-@check_llama_cpp(
-    "S44",
-    effect="llama.cpp stops at a file without a tokenizer, and compares the tokens with the target's",
-    fix="dflash convert {draft} {out} --to gguf --tokenizer TARGET.gguf # copies the target's tokenizer",
-    source="ggml-org/llama.cpp src/llama-vocab.cpp; conversion/qwen.py set_vocab",
-    unnamed="warning",
-)
-def gguf_has_a_tokenizer(subject: Subject) -> Iterator[Problem]:
-    """A GGUF file holds the tokenizer of the target, with a token for each row of the vocabulary."""
-    if not isinstance(subject.format, Gguf):
-        return
-    found, size = look_up(subject.config, TOKENS), subject.stated.body.get("vocab_size")
-    location = subject.location("tokenizer.ggml.tokens")
-    if look_up(subject.config, "tokenizer.ggml.model") is MISSING or found is MISSING:
-        yield Problem(location, "missing, expected the tokenizer of the target")
-    elif found != size:
-        yield Problem(location, f"{found} tokens, expected {size}, the vocabulary of the draft")
-
-
-@check_llama_cpp(
-    "S45",
-    effect="llama.cpp stops, because it multiplies norms only in F32",
-    fix="dflash convert {draft} {out} --to gguf",
-    source="ggml-org/llama.cpp conversion/base.py prepare_tensors",
-    unnamed="warning",
-)
-def gguf_has_wide_vectors(subject: Subject) -> Iterator[Problem]:
-    """Norms in a GGUF file are F32."""
-    for name, info in (subject.tensors or {}).items() if isinstance(subject.format, Gguf) else ():
-        if len(info.shape) == 1 and info.dtype != "F32":
-            yield Problem(f"{WEIGHTS}:{name}", f"{info.dtype}, expected F32")
 
 
 def _gguf(reference: str) -> str:

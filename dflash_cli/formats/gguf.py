@@ -107,7 +107,9 @@ class Gguf(Format):
     title: ClassVar[str] = "DFlash, GGUF of llama.cpp"
     priority: ClassVar[int] = 5
     writable: ClassVar[bool] = True
-    is_one_file: ClassVar[bool] = True
+    engine: ClassVar[str | None] = "llama.cpp"
+    one_file: ClassVar[str] = "draft.gguf"
+    vector_type_key: ClassVar[str] = NORMS
     allows_packed: ClassVar[bool] = False
     containers: ClassVar[tuple[str, ...]] = (
         "general", "dflash", "attention", "rope", "scaling", "tokenizer", "ggml", "dflash_cli", "carried",

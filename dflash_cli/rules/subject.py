@@ -178,7 +178,7 @@ class Subject:
     def in_file(self, location: str) -> str:
         """A location as the user sees it: in a GGUF file, config and weights are one file."""
         file, colon, rest = location.partition(":")
-        is_own = self.format.is_one_file and self.checkpoint is not None and file in (CONFIG_FILE, WEIGHTS)
+        is_own = bool(self.format.one_file) and self.checkpoint is not None and file in (CONFIG_FILE, WEIGHTS)
         return f"{self.checkpoint.config_path.name}{colon}{rest}" if is_own and self.checkpoint else location
 
     def at(self, field: str) -> str:

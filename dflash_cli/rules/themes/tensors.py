@@ -203,7 +203,7 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
     """All weights have the same element type, and it is not float16."""
     is_packed = _states_packing(subject)
     body = _body_tensors(subject).items()
-    has_wide_vectors = subject.format.is_one_file  # llama.cpp needs vectors in float32
+    has_wide_vectors = bool(subject.format.vector_type_key)
     counts = Counter(
         info.dtype
         for name, info in body

@@ -1,4 +1,4 @@
-"""Rules on the metadata of a draft in a GGUF file. Rules on other dialects' keys judge it too, by the keys of GGUF."""
+"""llama.cpp: rules on a draft in a GGUF file. The rules on fields of all dialects judge it too, by the keys of GGUF."""
 
 from collections.abc import Iterator
 
@@ -9,17 +9,19 @@ from dflash_cli.formats.gguf import (
     MASK,
     PATTERN,
     TAPS,
+    TOKENS,
     WINDOW,
     WRITTEN,
     Gguf,
     GgufRelative,
 )
 from dflash_cli.rules.rule import FIX_COPY, Problem, check
-from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_runtime.checkpoint.gguf import DRAFTS
 from dflash_runtime.errors import MISSING
 from dflash_runtime.json_values import is_int
 
+NAME = "llama.cpp"
 LOADER = "ggml-org/llama.cpp src/models/dflash.cpp"
 FIX_CONVERT = "convert the draft again from safetensors: dflash convert SRC {out} --to gguf"
 
@@ -101,6 +103,41 @@ def keys_are_current(subject: Subject) -> Iterator[Problem]:
         if value is not MISSING and look_up(subject.config, current) is MISSING:
             repair = {current: value, former: REMOVED}
             yield Problem(subject.location(former), f"{value}, which llama.cpp reads from {current}", repair=repair)
+
+
+@check(
+    "S44",
+    effect="llama.cpp stops at a file without a tokenizer, and compares the tokens with the target's",
+    fix="dflash convert {draft} {out} --to gguf --tokenizer TARGET.gguf # copies the target's tokenizer",
+    source="ggml-org/llama.cpp src/llama-vocab.cpp; conversion/qwen.py set_vocab",
+    engines=(NAME,),
+    unnamed="warning",
+)
+def gguf_has_a_tokenizer(subject: Subject) -> Iterator[Problem]:
+    """A GGUF file holds the tokenizer of the target, with a token for each row of the vocabulary."""
+    if not _is_gguf(subject):
+        return
+    found, size = look_up(subject.config, TOKENS), subject.stated.body.get("vocab_size")
+    location = subject.location("tokenizer.ggml.tokens")
+    if look_up(subject.config, "tokenizer.ggml.model") is MISSING or found is MISSING:
+        yield Problem(location, "missing, expected the tokenizer of the target")
+    elif found != size:
+        yield Problem(location, f"{found} tokens, expected {size}, the vocabulary of the draft")
+
+
+@check(
+    "S45",
+    effect="llama.cpp stops, because it multiplies norms only in F32",
+    fix="dflash convert {draft} {out} --to gguf",
+    source="ggml-org/llama.cpp conversion/base.py prepare_tensors",
+    engines=(NAME,),
+    unnamed="warning",
+)
+def gguf_has_wide_vectors(subject: Subject) -> Iterator[Problem]:
+    """Norms in a GGUF file are F32."""
+    for name, info in (subject.tensors or {}).items() if _is_gguf(subject) else ():
+        if len(info.shape) == 1 and info.dtype != "F32":
+            yield Problem(f"{WEIGHTS}:{name}", f"{info.dtype}, expected F32")
 
 
 def _is_gguf(subject: Subject) -> bool:
