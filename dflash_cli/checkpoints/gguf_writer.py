@@ -26,10 +26,11 @@ from dflash_runtime.checkpoint.gguf import (
     UINT32,
     VERSIONS,
     GgufHeader,
+    find_gguf,
     read_gguf,
 )
 from dflash_runtime.checkpoint.gguf_checkpoint import JSON_KEYS, gguf_name
-from dflash_runtime.errors import LossyConversion
+from dflash_runtime.errors import LossyConversion, UsageError
 
 
 def write_gguf(
@@ -76,10 +77,23 @@ def flatten_metadata(metadata: Mapping[str, Any], prefix: str = "") -> dict[str,
     return flat
 
 
-def tokenizer_size(header: GgufHeader) -> int | None:
-    """The number of tokens of the tokenizer in a GGUF file, None if it has no tokenizer."""
-    found = header.keys.get(f"{TOKENIZER}ggml.tokens")
-    return found.value["count"] if found is not None and isinstance(found.value, dict) else None
+def check_tokenizer(file: Path, vocab_size: int) -> None:
+    """Refuse a file as the source of a tokenizer for a draft with that vocabulary.
+
+    Raises:
+        UsageError: not a GGUF file, without a tokenizer, or with one of another size.
+        CheckpointError: the header is damaged.
+    """
+    if find_gguf(file) is None:
+        text, expected = "--tokenizer: not a GGUF file", "the GGUF file of the target"
+        raise UsageError(text, id="tokenizer-not-gguf", path=file, field="--tokenizer", expected=expected)
+    tokens = read_gguf(file).keys.get(f"{TOKENIZER}ggml.tokens")
+    found = None if tokens is None or not isinstance(tokens.value, dict) else tokens.value["count"]
+    if found != vocab_size:
+        text = f"--tokenizer: found {found or 'no'} tokens, expected {vocab_size}, the vocabulary of the draft"
+        raise UsageError(
+            text, id="tokenizer-of-other-size", path=file, field="--tokenizer", found=found, expected=str(vocab_size)
+        )
 
 
 def _tokenizer(header: GgufHeader, stated: Mapping[str, Any]) -> Iterator[bytes]:

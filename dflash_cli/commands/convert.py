@@ -127,6 +127,9 @@ class ConversionRequest(ForceOptions, ReadingOptions):
             text = "--quantize-all: expected --quantize fp8 beside it"
             raise UsageError(text, id="quantize-all-alone", field="--quantize-all")
         if not get_writable(self.to).one_file:
+            if self.tokenizer is not None:
+                text = f"--tokenizer: --to {self.to} has no tokenizer in its weight files"
+                raise UsageError(text, id="tokenizer-not-written", field="--tokenizer")
             return
         for option, value in (("--max-shard-size", self.max_shard_size), ("--quantize", self.quantize)):
             if value is not None:
@@ -152,11 +155,12 @@ def _for_renaming(spec: ConversionSpec, request: ConversionRequest) -> Conversio
 
 def _plan(request: ConversionRequest) -> "ResultPlan":
     """The plan of the conversion, made before anything is written."""
+    from dflash_cli.checkpoints.gguf_writer import check_tokenizer
     from dflash_cli.checkpoints.opening import Overrides, open_draft, open_target
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
     from dflash_cli.checkpoints.unpacking import unpacked
     from dflash_cli.conversion.destination import check_destination, protect_inputs
-    from dflash_cli.conversion.plan import plan_conversion
+    from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
     from dflash_cli.conversion.renaming import plan_renaming
     from dflash_cli.conversion.staging import clear_remains
     from dflash_cli.formats.detection import detect
@@ -189,6 +193,8 @@ def _plan(request: ConversionRequest) -> "ResultPlan":
     else:
         overrides = Overrides(request.causality, request.layout)
         plan = plan_conversion(open_draft(source, overrides=overrides), spec)
+    if request.tokenizer is not None and isinstance(plan, ConversionPlan):
+        check_tokenizer(request.tokenizer, plan.config.vocab_size)
     protect_inputs(request.destination, plan)
     for warning in plan.warnings:
         console.warn(warning)

@@ -97,6 +97,11 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
     if word_of(draft.format) == word_of(result):
         config_json = result.with_unread(config_json, draft.checkpoint.config)
     reader_warnings += _lost_keys(draft, config_json, result, allow_lossy=spec.allow_lossy)
+    if result.one_file and spec.tokenizer is None and draft.format.one_file:
+        spec = replace(spec, tokenizer=draft.checkpoint.config_path)
+    if result.one_file and spec.tokenizer is None:
+        text = "the result has no tokenizer, which its readers need: --tokenizer copies the one of the target"
+        reader_warnings.append(Notice(text, id="no-tokenizer"))
     warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *map_warnings, *reader_warnings]
     return ConversionPlan(
         draft=draft,

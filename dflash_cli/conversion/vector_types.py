@@ -12,7 +12,7 @@ from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
 from dflash_cli.formats.dialect import Format, Json
 from dflash_cli.formats.fields import look_up, with_keys
 from dflash_runtime.checkpoint.files import TensorInfo
-from dflash_runtime.errors import LossyConversion
+from dflash_runtime.errors import MISSING, LossyConversion
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,9 @@ def with_vector_types(
         return _restored(draft, tensors, look_up(draft.checkpoint.config, source_key)), config_json
     if key and not source_key:
         return _widened(tensors, config_json, result)
+    before = look_up(draft.checkpoint.config, source_key) if key else MISSING
+    if before is not MISSING:
+        return list(tensors), with_keys(config_json, {key: before})
     return list(tensors), config_json
 
 

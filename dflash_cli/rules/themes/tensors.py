@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from dflash_cli.formats.decoder_body import STORED_AS
+from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
 from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_runtime.checkpoint import layout
@@ -265,6 +266,15 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
             "quantised weights",
             effect="dflash cannot run the draft, and checks its packed weights only for engines that the user names",
             severity="warning",
+            outcome="serves",
+        )
+    elif packed and subject.format.one_file:
+        yield Problem(
+            WEIGHTS,
+            f"quantised weights ({', '.join(packed)})",
+            effect="dflash checks the shapes of the draft, and does not run it",
+            fix=f"dflash convert {{draft}} {{out}} --to {COMMON} --dequantize",
+            severity="info",
             outcome="serves",
         )
     elif packed:

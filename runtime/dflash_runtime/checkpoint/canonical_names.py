@@ -74,7 +74,8 @@ class CanonicalCheckpoint(Checkpoint):
         return self.stored.metadata
 
     def stored_rows(self, name: str) -> StoredRows:
-        return self._stored_rows[self.tensors[name].name]
+        canonical = self.tensors[name].name  # fills the table first
+        return self._stored_rows[canonical]
 
     def load_many(
         self, names: list[str], device: str = "cpu", cuts: "Mapping[str, TensorCut] | None" = None
