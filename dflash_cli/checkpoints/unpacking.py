@@ -249,9 +249,10 @@ def _mlx_matrix(stored: Checkpoint, info: TensorInfo, module: str, stated: Mappi
         shifts = np.arange(per_word, dtype=np.uint32) * np.uint32(bits)
         codes = (words[:, :, None] >> shifts) & np.uint32((1 << bits) - 1)
         grouped = codes.reshape(end - begin, -1, group).astype(np.float32)
-        scale, bias = (_floats(_rows(part, begin, end), part)[:, None] for part in parts)
+        scale, bias = (_floats(_rows(part, begin, end), part) for part in parts)
         rows = end - begin
-        return (grouped * scale.reshape(rows, -1, 1) + bias.reshape(rows, -1, 1)).reshape(rows, width)
+        found: NDArray[Any] = grouped * scale.reshape(rows, -1, 1) + bias.reshape(rows, -1, 1)
+        return found.reshape(rows, width)
 
     return PackedMatrix(info, (info.shape[0], width), f"MLX, {bits} bits", unpack)
 

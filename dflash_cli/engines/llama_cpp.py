@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
 from dflash_cli.engines.config_class import EngineStops
@@ -40,6 +40,7 @@ from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import Subject
+from dflash_runtime.checkpoint.gguf import find_gguf
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import SINKS
 from dflash_runtime.errors import MISSING
@@ -136,14 +137,16 @@ class LlamaCpp(ServingEngine):
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """Two conversions to GGUF, then the server. The converter takes directories, and reads the target's tokenizer.
 
-        --spec-draft-n-max is the number of draft tokens.
+        A draft in GGUF is not converted. --spec-draft-n-max is the number of draft tokens.
         """
-        draft, target = _gguf(pair.draft), _gguf(pair.target)
+        stored, target = find_gguf(Path(pair.draft)), _gguf(pair.target)
+        draft = _gguf(pair.draft) if stored is None else str(stored)
         convert = ["python3", "convert_hf_to_gguf.py"]
         of_draft = [*convert, pair.draft, "--outtype", "bf16", "--target-model-dir", pair.target, "--outfile", draft]
         serve = ["llama-server", "-m", target, "-md", draft, "--spec-type", f"draft-{pair.method}"]
         serve += words_of({"--spec-draft-n-max": pair.num_draft_tokens, "-c": pair.context_limit})
-        commands = [*convert, pair.target, "--outtype", "bf16", "--outfile", target], of_draft, serve
+        of_target = [*convert, pair.target, "--outtype", "bf16", "--outfile", target]
+        commands = [of_target, of_draft, serve] if stored is None else [of_target, serve]
         return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)
 
 

@@ -46,7 +46,7 @@ def golden_native(folder: Path) -> Path:
     return folder
 
 
-def convert(source: Path, out: Path, to: str, *more: str) -> Path:
+def convert(source: Path, out: Path, to: str, *more: str | Path) -> Path:
     outcome = support.invoke("convert", source, out, "--to", to, *more)
     assert outcome.code == 0, outcome.err
     return out
@@ -100,14 +100,13 @@ def sources(work: Path) -> Iterator[Path]:
     yield tiny_directory() / "draft"
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0}
     linear = {"rope_type": "linear", "factor": 2.0}
-    for at, (dtype, windows, changes) in enumerate(
-        [
-            ("bfloat16", (16, None), {"use_cache": True}),
-            ("float16", (16, 16), {"is_causal": True}),
-            ("float32", (None, 16), {"rope_scaling": yarn}),
-            ("bfloat16", (None, None), {"rope_scaling": linear, "rms_norm_eps": 1e-5}),
-        ]
-    ):
+    cases: list[tuple[str, tuple[int | None, ...], dict[str, Any]]] = [
+        ("bfloat16", (16, None), {"use_cache": True}),
+        ("float16", (16, 16), {"is_causal": True}),
+        ("float32", (None, 16), {"rope_scaling": yarn}),
+        ("bfloat16", (None, None), {"rope_scaling": linear, "rms_norm_eps": 1e-5}),
+    ]
+    for at, (dtype, windows, changes) in enumerate(cases):
         folder, shape = work / f"source{at}", support.Shape(windows=windows)
         folder.mkdir()
         config = support.native_config(shape, dtype=dtype, **changes)
@@ -259,6 +258,20 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tokens: int | None, to: str, i
     source = support.make_native(tmp_path / "source")
     outcome = support.invoke("convert", source, tmp_path / "out", "--to", to, "--tokenizer", model)
     assert (outcome.code, outcome.error_id, outcome.field) == (2, id, "--tokenizer")
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_llama_cpp_serves_the_file_without_a_conversion(is_folder: bool, tmp_path: Path) -> None:
+    path = gguf_files.make_gguf(tmp_path / "draft.gguf")
+    target = support.make_target(tmp_path / "target")
+    draft = tmp_path / "draft" if is_folder else path
+    if is_folder:
+        draft.mkdir()
+        path = path.rename(draft / path.name)
+    outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "llama.cpp")
+    assert outcome.code == 0, outcome.err
+    assert f"llama-server -m target.gguf -md {path} --spec-type draft-dflash --spec-draft-n-max 3" in outcome.out
+    assert outcome.out.count("convert_hf_to_gguf.py") == 1
 
 
 def test_a_gguf_draft_is_not_a_target(tmp_path: Path) -> None:
