@@ -43,7 +43,7 @@ def write_gguf(
 ) -> None:
     """Write metadata, given as objects in objects, and tensors under their names in GGUF.
 
-    `tokenizer` is a GGUF file whose keys of the tokenizer are copied, except those that `metadata` states.
+    The tokenizer's keys of the GGUF file `tokenizer` are copied, without keys that `metadata` states.
 
     Raises:
         LossyConversion: GGUF cannot hold a value of the metadata.
@@ -131,7 +131,7 @@ def _value(name: str, value: Any) -> bytes:
     """The kind and the bytes of a value.
 
     Raises:
-        LossyConversion: GGUF has no kind for it.
+        LossyConversion: the value is of a type that GGUF lacks.
     """
     if name in JSON_KEYS:
         value = json.dumps(value, sort_keys=True)
@@ -163,7 +163,7 @@ def _scalar(name: str, kind: int, value: Any) -> bytes:
 
 
 def _unwritable(name: str, value: Any) -> LossyConversion:
-    text = f"{name} {value!r}: GGUF has no kind for this value"
+    text = f"{name} {value!r}: GGUF lacks a kind for this value"
     return LossyConversion(text, id="value-not-in-gguf", field=name, found=value)
 
 

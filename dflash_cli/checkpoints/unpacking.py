@@ -61,7 +61,7 @@ class PackedMatrix:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the matrix, whose last dimension is a row."""
+        """The product of all dimensions but the last."""
         count = 1
         for length in self.shape[:-1]:
             count *= length

@@ -128,7 +128,7 @@ class ConversionRequest(ForceOptions, ReadingOptions):
             raise UsageError(text, id="quantize-all-alone", field="--quantize-all")
         if not get_writable(self.to).one_file:
             if self.tokenizer is not None:
-                text = f"--tokenizer: --to {self.to} has no tokenizer in its weight files"
+                text = f"--tokenizer: --to {self.to} keeps the tokenizer in files of its own"
                 raise UsageError(text, id="tokenizer-not-written", field="--tokenizer")
             return
         for option, value in (("--max-shard-size", self.max_shard_size), ("--quantize", self.quantize)):

@@ -100,7 +100,7 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
     if result.one_file and spec.tokenizer is None and draft.format.one_file:
         spec = replace(spec, tokenizer=draft.checkpoint.config_path)
     if result.one_file and spec.tokenizer is None:
-        text = "the result has no tokenizer, which its readers need: --tokenizer copies the one of the target"
+        text = "the result lacks a tokenizer, and its readers need one: --tokenizer copies the target's"
         reader_warnings.append(Notice(text, id="no-tokenizer"))
     warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *map_warnings, *reader_warnings]
     return ConversionPlan(

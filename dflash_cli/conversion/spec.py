@@ -24,7 +24,7 @@ class ConversionSpec:
     quantize            the number format of matrices in the result; None keeps the source's
     quantizes_all       round q, k, v and the head too
     max_shard_bytes     most bytes of weights per file. None keeps the source's files
-    tokenizer           a GGUF file whose tokenizer a result in GGUF gets
+    tokenizer           copy the tokenizer of this GGUF file into the result
     argv                the command, for the manifest
     """
 

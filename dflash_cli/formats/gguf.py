@@ -1,8 +1,8 @@
 """Drafts in a GGUF file, the format of llama.cpp: the config is the metadata, and dotted keys are objects in objects.
 
-`dflash.target_layers` lists the layers whose input llama.cpp taps, one more than the layers whose output it is. One
-window and one causality serve all layers, and `sliding_window_pattern` says which layers have the window. Keys under
-`dflash_cli` hold what llama.cpp has no key for, so that a conversion to GGUF and back keeps it; llama.cpp ignores them.
+llama.cpp taps the input of each layer in `dflash.target_layers`, which is the output of the layer before. One window
+and one causality serve all layers, and `sliding_window_pattern` says which layers have the window. Keys under
+`dflash_cli` hold the other fields of a draft, so that a conversion to GGUF and back keeps them. llama.cpp ignores them.
 
 Sources: ggml-org/llama.cpp src/models/dflash.cpp at 01b78a15 (the loader), conversion/qwen.py of August 2026 as read
 at PrismML-Eng/llama.cpp 85a9ae8c (the converter), gguf 0.19.0 constants.py (names of keys).

@@ -2,7 +2,7 @@
 
 Layout: magic, u32 version, u64 number of tensors, u64 number of keys, the keys, the tensors, padding, the data. A key
 is its name, u32 kind and value. A tensor is its name, u32 number of dimensions, u64 dimensions from the innermost on,
-u32 type and u64 offset in the data. A u64 length precedes strings and lists. Source: ggml-org/ggml docs/gguf.md.
+u32 type and u64 offset in the data. A u64 length precedes strings and lists. Source: the specification in ggml-org/ggml.
 """
 
 import math
