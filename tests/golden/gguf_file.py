@@ -5,9 +5,9 @@ Run it in an environment with the package gguf 0.19.0, which llama.cpp's convert
     python tests/golden/gguf_file.py --output tests/golden/gguf_file.json
 
 Names of layers' tensors come from the package's map for Qwen3, the class that the converter's class for DFlash
-inherits from. Names and keys that only DFlash has are as in ggml-org/llama.cpp src/models/dflash.cpp at 01b78a15, and
-the keys are those that conversion/qwen.py of August 2026 and its base class write. That class changes no element: it
-permutes no rows of q and k, adds nothing to norms, and transposes nothing.
+inherits from. The names fc and enc.output_norm are from ggml-org/llama.cpp src/models/dflash.cpp at 01b78a15. The keys
+are from conversion/qwen.py of August 2026 and its base class. That class changes no element: it permutes no rows of q
+and k, adds nothing to norms, and transposes nothing.
 """
 
 import argparse

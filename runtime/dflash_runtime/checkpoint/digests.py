@@ -99,7 +99,7 @@ def digest_rows(tensors: Sequence[TensorInfo], *, with_shapes: bool = False) -> 
 
 
 def _text_files(path: Path) -> list[Path]:
-    """Return the text files of a checkpoint's folder; none for a GGUF file, which has no folder of its own."""
+    """Return the text files of a checkpoint's folder; [] for a GGUF file."""
     return (
         []
         if path.is_file()

@@ -1,8 +1,9 @@
-"""Read the header of a GGUF file: its metadata, and the place of each tensor. The file is not trusted.
+"""Read the header of a GGUF file: its metadata, and the bytes of each tensor. The file may be hostile.
 
 Layout: magic, u32 version, u64 number of tensors, u64 number of keys, the keys, the tensors, padding, the data. A key
 is its name, u32 kind and value. A tensor is its name, u32 number of dimensions, u64 dimensions from the innermost on,
-u32 type and u64 offset in the data. A u64 length precedes strings and lists. Source: the specification in ggml-org/ggml.
+u32 type and u64 offset in the data. A u64 length precedes strings and lists. Source: the specification of
+ggml-org/ggml.
 """
 
 import math

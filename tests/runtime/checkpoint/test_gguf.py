@@ -1,4 +1,4 @@
-"""The header of a GGUF file: kinds of values, refusals of damaged and hostile files, and files that are no draft."""
+"""The header of a GGUF file: kinds of values, refusals of damaged and hostile files, and of files without a draft."""
 
 import struct
 from pathlib import Path

@@ -13,7 +13,7 @@ WINDOWED = support.Shape(windows=(16, None))
 
 
 def case(rule: str, key: str, *names: str, shape: support.Shape = support.SMALL, **changes: Any) -> Case:
-    """A draft for llama.cpp whose metadata has `changes`."""
+    """A draft for llama.cpp with `changes` of its metadata."""
     fields = {name: changes.pop(name) for name in ("severity", "engines", "target") if name in changes}
     return Case(rule=rule, at=f"draft.gguf:{key}", names=names, spoil=gguf_files.as_gguf(shape, **changes), **fields)
 
