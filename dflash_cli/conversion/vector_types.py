@@ -35,10 +35,12 @@ def with_vector_types(
         return _restored(draft, tensors, look_up(draft.checkpoint.config, source_key)), config_json
     if key and not source_key:
         return _widened(tensors, config_json, result)
-    before = look_up(draft.checkpoint.config, source_key) if key else MISSING
-    if before is not MISSING:
-        return list(tensors), with_keys(config_json, {key: before})
-    return list(tensors), config_json
+    if not key:
+        return list(tensors), config_json
+    before = look_up(draft.checkpoint.config, source_key)
+    is_narrow = {tensor.name for tensor in tensors if len(tensor.shape) == 1 and tensor.dtype in NARROW}
+    found = [_converted(tensor, WIDE) if tensor.name in is_narrow else tensor for tensor in tensors]
+    return found, config_json if before is MISSING else with_keys(config_json, {key: before})
 
 
 def _widened(tensors: Sequence[WrittenTensor], config_json: Json, result: Format) -> tuple[list[WrittenTensor], Json]:

@@ -108,7 +108,7 @@ def keys_are_current(subject: Subject) -> Iterator[Problem]:
 @check(
     "S44",
     effect="llama.cpp stops at a file without a tokenizer, and compares the tokens with the target's",
-    fix="dflash convert {draft} {out} --to gguf --tokenizer TARGET.gguf # copies the target's tokenizer",
+    fix="copy the target's tokenizer: dflash convert {draft} {out} --to gguf --tokenizer TARGET.gguf",
     source="ggml-org/llama.cpp src/llama-vocab.cpp; conversion/qwen.py set_vocab",
     engines=(NAME,),
     unnamed="warning",
