@@ -15,6 +15,7 @@ from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.stated import MAX_LAYERS, StatedConfig
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.gguf_checkpoint import is_plain
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetFacts
 from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, naming_file
@@ -166,8 +167,9 @@ class Subject:
         return StatedConfig(self.format, self.config)
 
     def load(self, name: str) -> "torch.Tensor | None":
-        """The tensor of a canonical name, None if the draft has no such tensor."""
-        if self.checkpoint is None or name not in (self.tensors or {}):
+        """The tensor of a canonical name, None if the draft lacks it or has it in a quantised type of GGUF."""
+        info = (self.tensors or {}).get(name)
+        if self.checkpoint is None or info is None or not is_plain(info.dtype):
             return None
         return self.checkpoint.load(name)
 

@@ -199,7 +199,7 @@ def test_quantised_matrices_become_the_numbers_they_stand_for(kind: int, tmp_pat
     target = support.make_target(tmp_path / "target", WIDE)
     args = ("convert", path, tmp_path / "out", "--to", "native", "--target", target)
     assert (support.invoke(*args).error_id, (tmp_path / "out").exists()) == ("quantised-weights", False)
-    report = validate_draft(ValidationPlan(draft=path, target=target, target_reference=str(target)))
+    report = validate_draft(ValidationPlan(draft=path, target=target, target_reference=str(target), level="weights"))
     assert [item.id for item in report.findings if item.severity == "error"] == []
     assert support.invoke(*args, "--dequantize", "--verify", "logits").code == 0
     written = load_file(tmp_path / "out" / "model.safetensors")

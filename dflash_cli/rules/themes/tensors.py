@@ -273,7 +273,7 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
             WEIGHTS,
             f"quantised weights ({', '.join(packed)})",
             effect="dflash checks the shapes of the draft, and does not run it",
-            fix=f"dflash convert {{draft}} {{out}} --to {COMMON} --dequantize",
+            fix=f"dflash convert {{draft}} {{out}} --to {COMMON} --target {{target}} --dequantize",
             severity="info",
             outcome="serves",
         )
