@@ -122,6 +122,11 @@ class UnpackedCheckpoint(Checkpoint):
                 yield name, (tensor if cut is None else cut.of(tensor)).to(device)
 
 
+def states_known_packing(config: Mapping[str, Any]) -> bool:
+    """Whether a config says that its matrices are packed in a form that `unpacked` may know."""
+    return mlx_bits(config) is not None
+
+
 def unpacked(stored: Checkpoint) -> UnpackedCheckpoint:
     """A view on a draft with its packed matrices as plain numbers.
 

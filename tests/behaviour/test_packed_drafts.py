@@ -88,9 +88,10 @@ def test_a_packed_draft_is_described_and_checked(tmp_path: Path) -> None:
     make_packed(tmp_path / "source", 4)
     described = support.invoke("inspect", tmp_path / "source", "--json")
     assert (described.code, json.loads(described.out)["dtypes"]["U32"]) == (0, 8)
-    found = {item.id: item.severity for item in validate_draft(ValidationPlan(draft=tmp_path / "source")).findings}
-    assert "error" not in found.values(), found
-    assert found["N11"] == "warning"
+    found = {item.id: item for item in validate_draft(ValidationPlan(draft=tmp_path / "source")).findings}
+    assert "error" not in {item.severity for item in found.values()}, found
+    assert found["N11"].severity == "warning"
+    assert "--dequantize" in found["N11"].fix
 
 
 @pytest.mark.parametrize("part", ["scales", "biases"])

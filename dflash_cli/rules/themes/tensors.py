@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from dflash_cli.checkpoints.unpacking import states_known_packing
 from dflash_cli.formats.decoder_body import STORED_AS
 from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
@@ -240,6 +241,10 @@ def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
         yield Problem(subject.body_at("dtype"), message, fix=fix)
 
 
+FIX_UNPACK = f"dflash convert {{draft}} {{out}} --to {COMMON} --target {{target}} --dequantize"
+"""Writes the numbers that packed matrices stand for."""
+
+
 @check(
     "N11",
     effect="readers take packed numbers for plain floats",
@@ -265,6 +270,7 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
             subject.at("quantization_config"),
             "quantised weights",
             effect="dflash cannot run the draft, and checks its packed weights only for engines that the user names",
+            fix=FIX_UNPACK if states_known_packing(subject.config) else "",
             severity="warning",
             outcome="serves",
         )
@@ -273,7 +279,7 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
             WEIGHTS,
             f"quantised weights ({', '.join(packed)})",
             effect="dflash checks the shapes of the draft, and does not run it",
-            fix=f"dflash convert {{draft}} {{out}} --to {COMMON} --target {{target}} --dequantize",
+            fix=FIX_UNPACK,
             severity="info",
             outcome="serves",
         )
