@@ -13,7 +13,7 @@ from dflash_cli.checkpoints.references import Location
 from dflash_cli.documents.reading import read_document, read_input
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.digests import deciding_files, hash_file
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
 from dflash_runtime.errors import CheckpointNotFound, GateFailed
 from dflash_runtime.phrases import plural
 
@@ -93,7 +93,7 @@ def lock_checkpoint(path: Path, reference: str) -> LockedCheckpoint:
     """The name, commit and hashes of a checkpoint in a directory. `reference` names it if it is bundled."""
     name, commit = name_and_commit(path, reference)
     return LockedCheckpoint(
-        name=name, commit=commit, sha256={file.name: hash_file(file) for file in deciding_files(Checkpoint(path))}
+        name=name, commit=commit, sha256={file.name: hash_file(file) for file in deciding_files(open_stored(path))}
     )
 
 

@@ -13,6 +13,7 @@ from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.fp8_format import read_fp8_format, refuse_unless_fp8
+from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, open_stored
 from dflash_runtime.checkpoint.hf_config import BODY_KEYS, read_target_config, read_target_facts
 from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
@@ -147,7 +148,7 @@ def open_draft(path: str | Path | Checkpoint, *, overrides: Overrides = NO_OVERR
         UnsupportedError: the config has an unserved setting.
         UsageError: an override that the draft's family does not have.
     """
-    stored = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    stored = path if isinstance(path, Checkpoint) else open_stored(path)
     draft = read_draft(stored, detect(stored), overrides=overrides)
     with naming_file(stored.config_path):
         refuse_unserved(draft.parsed.unserved)
@@ -222,8 +223,8 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
         CheckpointNotFound, CheckpointError: see `errors`.
         UnsupportedError: the directory holds a draft.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    if is_draft(checkpoint.config):
+    checkpoint = path if isinstance(path, Checkpoint) else open_stored(path)
+    if is_draft(checkpoint.config) or isinstance(checkpoint, GgufCheckpoint):
         raise UnsupportedError(
             "is a draft, expected a target", id="draft-as-target", path=checkpoint.path, expected="a target"
         )

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from dflash_cli.checkpoints.hub import download_snapshot, explained
 from dflash_cli.checkpoints.slow_answers import HubUnreachable
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.gguf import refuse_gguf
+from dflash_runtime.checkpoint.gguf import find_gguf
+from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +73,6 @@ def fetch_directory(reference: str, role: Role) -> Path:
     Raises:
         CheckpointNotFound: neither a checkpoint directory nor a hub repository, or the hub refuses the download.
         UsageError: the reference names a bundled draft, but the role is a target.
-        UnknownFormat: a GGUF file.
     """
     path = _local(reference)
     if reference and path.exists():
@@ -95,13 +95,13 @@ def fetch_directory(reference: str, role: Role) -> Path:
 
 
 def check_is_checkpoint(path: Path) -> None:
-    """Refuse an existing path that is not a checkpoint directory.
+    """Refuse an existing path that is neither a checkpoint directory nor GGUF.
 
     Raises:
         CheckpointNotFound: a file, or a directory without config.json. The hint names checkpoints in its folders.
-        UnknownFormat: a GGUF file.
     """
-    refuse_gguf(path)
+    if find_gguf(path) is not None:
+        return
     if not path.is_dir():
         expected = "a checkpoint directory with config.json"
         raise CheckpointNotFound(
@@ -150,7 +150,7 @@ def open_checkpoint(location: "Location") -> Checkpoint:
         CheckpointNotFound, CheckpointError: see `Checkpoint`.
     """
     if isinstance(location, Path):
-        return Checkpoint(location)
+        return open_stored(location)
     from dflash_cli.checkpoints.remote_headers import RemoteCheckpoint
 
     return RemoteCheckpoint(location)

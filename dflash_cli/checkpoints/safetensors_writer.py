@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_runtime.checkpoint.files import DTYPE_BYTES, TensorInfo, read_header
+from dflash_runtime.checkpoint.gguf import find_gguf
 from dflash_runtime.errors import CheckpointError
 
 CHUNK_BYTES = 64 * 1024 * 1024
@@ -36,13 +37,14 @@ Move = Callable[[int, int, int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class MadeTensor:
-    """A computed tensor. Each call of `pieces` computes its bytes, from data in `file`."""
+    """A computed tensor. Each call of `pieces` computes its bytes, from data in `file`. `why` says what changed."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: Path
     pieces: Callable[[], Iterator[bytes]]
+    why: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +72,8 @@ def write_tensors(destination: Path, tensors: Iterable[WrittenTensor], advance: 
     ordered = sorted(tensors, key=_order)
     metadata: dict[str, str] = {}
     for file in sorted({info.file for info in ordered}):
-        read_header(file, metadata)
+        if find_gguf(file) is None:
+            read_header(file, metadata)
     with destination.open("xb", buffering=0) as out:
         runs = join_extents(ordered)
         write_all(out.fileno(), encode_header(ordered, page_offset=_page_offset(runs), metadata=metadata))

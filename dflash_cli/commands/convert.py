@@ -98,6 +98,17 @@ class ConversionRequest(ForceOptions, ReadingOptions):
         bool,
         Option(help="Also round q, k, v and the head. The head is the target's."),
     ] = False
+    dequantize: Annotated[
+        bool,
+        Option(help="Write matrices that MLX packed, or of a quantised type of GGUF, as plain bfloat16."),
+    ] = False
+    tokenizer: Annotated[
+        Path | None,
+        Option(
+            metavar="GGUF",
+            help="With --to gguf: the target's GGUF file. Its tokenizer is copied, which llama.cpp needs in a draft.",
+        ),
+    ] = None
     normalise_taps: Annotated[
         bool, Option(help="Sort the tapped layers, list each once, and reorder fc.weight to match.")
     ] = False
@@ -115,6 +126,15 @@ class ConversionRequest(ForceOptions, ReadingOptions):
         if self.quantize_all and self.quantize is None:
             text = "--quantize-all: expected --quantize fp8 beside it"
             raise UsageError(text, id="quantize-all-alone", field="--quantize-all")
+        if not get_writable(self.to).one_file:
+            if self.tokenizer is not None:
+                text = f"--tokenizer: --to {self.to} keeps the tokenizer in files of its own"
+                raise UsageError(text, id="tokenizer-not-written", field="--tokenizer")
+            return
+        for option, value in (("--max-shard-size", self.max_shard_size), ("--quantize", self.quantize)):
+            if value is not None:
+                text = f"{option}: --to {self.to} writes one file in the types of SRC"
+                raise UsageError(text, id="option-not-for-gguf", field=option)
 
 
 def _for_renaming(spec: ConversionSpec, request: ConversionRequest) -> ConversionSpec:
@@ -135,15 +155,17 @@ def _for_renaming(spec: ConversionSpec, request: ConversionRequest) -> Conversio
 
 def _plan(request: ConversionRequest) -> "ResultPlan":
     """The plan of the conversion, made before anything is written."""
+    from dflash_cli.checkpoints.gguf_writer import check_tokenizer
     from dflash_cli.checkpoints.opening import Overrides, open_draft, open_target
     from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_bundled
+    from dflash_cli.checkpoints.unpacking import unpacked
     from dflash_cli.conversion.destination import check_destination, protect_inputs
-    from dflash_cli.conversion.plan import plan_conversion
+    from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
     from dflash_cli.conversion.renaming import plan_renaming
     from dflash_cli.conversion.staging import clear_remains
     from dflash_cli.formats.detection import detect
     from dflash_cli.formats.draft_kinds.kind import Kind
-    from dflash_runtime.checkpoint.files import Checkpoint
+    from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
 
     check_destination(request.destination, force=request.force)
     for remain in clear_remains(request.destination, is_dry=request.dry_run):
@@ -159,15 +181,20 @@ def _plan(request: ConversionRequest) -> "ResultPlan":
         quantize=request.quantize,
         quantizes_all=request.quantize_all,
         max_shard_bytes=request.max_shard_size,
+        tokenizer=request.tokenizer,
         argv=("dflash", *sys.argv[1:]),
     )
-    source = Checkpoint(fetch_directory(request.source, Role.DRAFT))
+    source = open_stored(fetch_directory(request.source, Role.DRAFT))
+    if request.dequantize:
+        source = unpacked(source)
     detection = detect(source)
     if isinstance(detection.format, Kind):
         plan: ResultPlan = plan_renaming(source, detection, _for_renaming(spec, request))
     else:
         overrides = Overrides(request.causality, request.layout)
         plan = plan_conversion(open_draft(source, overrides=overrides), spec)
+    if request.tokenizer is not None and isinstance(plan, ConversionPlan):
+        check_tokenizer(request.tokenizer, plan.config.vocab_size)
     protect_inputs(request.destination, plan)
     for warning in plan.warnings:
         console.warn(warning)

@@ -10,7 +10,8 @@ from dflash_cli.conversion.result_plan import ResultPlan
 from dflash_cli.conversion.side_files import MANIFEST_FILE, MASK_PICKLE, PAPERS, SETTINGS, TOKENIZER
 from dflash_cli.documents.atomic_file import check_output
 from dflash_cli.formats.detection import find_dialect
-from dflash_runtime.checkpoint.files import MASK_FILE, Checkpoint, refuse_escape
+from dflash_runtime.checkpoint.files import MASK_FILE, refuse_escape
+from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
 from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.errors import DFlashError, UsageError
 
@@ -150,6 +151,6 @@ def _read(directory: Path, name: str) -> dict[str, object]:
 def _weight_names(directory: Path) -> frozenset[str]:
     """The names of a checkpoint's weight files."""
     try:
-        return frozenset(file.name for file in Checkpoint(directory).weight_files)
+        return frozenset(file.name for file in open_stored(directory).weight_files)
     except (DFlashError, OSError):
         return frozenset()

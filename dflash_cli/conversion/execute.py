@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from dflash_cli.checkpoints.gguf_writer import write_gguf
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.safetensors_writer import write_tensors
 from dflash_cli.conversion.byte_progress import Progress, silent
@@ -72,7 +73,8 @@ def convert_draft(
                     )
         with _timed(seconds, "hash_s"):
             weights = _hash_weights(source.weight_files, [stage / name for name in plan.files], progress)
-            paths = (source.config_path, stage / "config.json")
+            of_result = next(iter(plan.files)) if plan.format.one_file else "config.json"
+            paths = (source.config_path, stage / of_result)
             configs = HashedConfigs(*(HashedFile(path.stat().st_size, hash_file(path)) for path in paths))
         facts = fields_of(plan.facts)
         manifest = Manifest(
@@ -116,19 +118,32 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _write_plan(plan: ResultPlan, stage: Path, progress: Progress) -> None:
-    """Write the weights, the side files and at last the config."""
+    """Write the side files, the weights and at last the config."""
     total = plan.num_bytes
+    _copy_side_files(plan, stage)
+
+    def advance(count: int) -> None:
+        progress("copy", count, total)
+
     for name, tensors in plan.files.items():
-        write_tensors(stage / name, tensors, lambda count: progress("copy", count, total))
+        if plan.format.one_file:
+            write_gguf(stage / name, plan.config_json, tensors, advance, tokenizer=plan.spec.tokenizer)
+        else:
+            write_tensors(stage / name, tensors, advance)
+    if plan.format.one_file:
+        return
     if len(plan.files) > 1:
         weight_map = {info.name: name for name, tensors in plan.files.items() for info in tensors}
         _write_json(stage / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(stage / "config.json", plan.config_json, is_config=True)
+
+
+def _copy_side_files(plan: ResultPlan, stage: Path) -> None:
     for item in plan.side_files:
         shutil.copyfile(item, stage / item.name)
         if item.name == CARD:
             with (stage / CARD).open("a", encoding="utf-8") as card:
                 card.write(provenance(plan.draft, plan.format))
-    _write_json(stage / "config.json", plan.config_json, is_config=True)
 
 
 def _write_json(path: Path, document: Any, *, is_config: bool = False) -> None:

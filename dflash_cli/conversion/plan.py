@@ -14,6 +14,8 @@ from dflash_cli.conversion.side_files import ALLOW_HINT, choose_side_files
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.tap_order import normalise_taps
 from dflash_cli.conversion.tensor_selection import assign_files, drop_tensors, keep_tensors, tensor_changes
+from dflash_cli.conversion.unpacked_tensors import with_unpacked
+from dflash_cli.conversion.vector_types import with_vector_types
 from dflash_cli.formats.dialect import (
     Format,
     Json,
@@ -52,9 +54,9 @@ class ConversionPlan(ResultPlan):
 
     @property
     def tensor_changes(self) -> list[Change]:
-        stored = self.draft.checkpoint.stored_rows
-        dropped = [replace(item, from_=stored(item.from_).stored) for item in self.dropped if item.from_ is not None]
-        return [*tensor_changes(self.draft, self.kept), *dropped]
+        name_in_file = self.draft.checkpoint.name_in_file
+        dropped = [replace(item, from_=name_in_file(item.from_)) for item in self.dropped if item.from_ is not None]
+        return [*tensor_changes(self.draft, self.kept, self.format), *dropped]
 
 
 def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionPlan:
@@ -72,7 +74,7 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         check_pair(DraftSource(draft.config, draft.checkpoint), spec.target)
     side_files, file_warnings = choose_side_files(draft, result, allow_lossy=spec.allow_lossy)
     dropped, tensor_warnings = drop_tensors(draft, selection.skip, result, spec.target, allow_lossy=spec.allow_lossy)
-    tensors = keep_tensors(draft, dropped)
+    tensors = with_unpacked(draft, keep_tensors(draft, dropped))
     config, config_warnings = result_config(draft, spec, result, dropped)
     tap_warnings: list[Notice] = []
     if spec.normalise_taps and not taps_ascend(config):
@@ -89,11 +91,17 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         config, config_json, reader_warnings = _state(config, carried, result)
     if spec.quantize is not None:
         tensors = in_fp8(draft, tensors, spec.target, has_all=spec.quantizes_all)
+    tensors, config_json = with_vector_types(draft, tensors, config_json, result)
     if spec.is_repair:
         config_json = _without_causality(draft, config, config_json, result)
     if word_of(draft.format) == word_of(result):
         config_json = result.with_unread(config_json, draft.checkpoint.config)
     reader_warnings += _lost_keys(draft, config_json, result, allow_lossy=spec.allow_lossy)
+    if result.one_file and spec.tokenizer is None and draft.format.one_file:
+        spec = replace(spec, tokenizer=draft.checkpoint.config_path)
+    if result.one_file and spec.tokenizer is None:
+        text = "the result lacks a tokenizer, and its readers need one: --tokenizer copies the target's"
+        reader_warnings.append(Notice(text, id="no-tokenizer"))
     warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *map_warnings, *reader_warnings]
     return ConversionPlan(
         draft=draft,
@@ -101,7 +109,7 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         format=result,
         config=config,
         config_json=config_json,
-        files=assign_files(tensors, spec.max_shard_bytes),
+        files={result.one_file: tuple(tensors)} if result.one_file else assign_files(tensors, spec.max_shard_bytes),
         dropped=tuple(dropped),
         side_files=side_files,
         warnings=(*draft.parsed.notes, *warnings),
@@ -182,6 +190,14 @@ def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
             path=path,
             field="is_causal",
             hint="--causality causal for a draft of NeMo Automodel's JetSpec recipe, otherwise --causality non-causal",
+        )
+    if draft.quantization is not None and draft.format.one_file and not result.one_file:
+        raise LossyConversion(
+            f"quantised weights ({draft.quantization}), which only {draft.format.title} holds",
+            id="quantised-weights",
+            path=path,
+            found=draft.quantization,
+            hint="--dequantize writes them as bfloat16",
         )
     if draft.quantization is not None and not result.allows_packed and word_of(draft.format) != word_of(result):
         allowing = ", ".join(word_of(item) for item in writable_formats(family) if item.allows_packed)

@@ -23,6 +23,7 @@ from dflash_runtime.checkpoint.files import (
     TensorInfo,
     refuse_escape,
 )
+from dflash_runtime.checkpoint.gguf import SUFFIX
 from dflash_runtime.errors import MISSING, CheckpointError, UnsupportedError
 from dflash_runtime.notices import Notice
 
@@ -77,6 +78,8 @@ def choose_side_files(
 def copied_files(draft: DraftCheckpoint | KindDraft) -> Iterator[Path]:
     """The model card, licences, tokenizer files and settings of the source."""
     path = draft.checkpoint.path
+    if not path.is_dir():  # a GGUF file: its neighbours may belong to other models
+        return
     patterns = (*PAPERS, *TOKENIZER, *SETTINGS)
     found = {item for pattern in patterns for item in path.glob(pattern) if item.is_file()}
     for item in sorted(found):
@@ -141,6 +144,8 @@ def file_changes(draft: DraftCheckpoint | KindDraft, copied: tuple[Path, ...]) -
         why = "with a section about this conversion" if item.name == CARD else ""
         yield Change(item.name, item.name, "kept", why)
     checkpoint = draft.checkpoint
+    if not checkpoint.path.is_dir():
+        return
     taken = {"config.json", *(item.name for item in (*copied, *checkpoint.weight_files))}
     for item in sorted(checkpoint.path.iterdir()):
         if item.name not in taken and not item.name.startswith(".") and not item.name.endswith(INDEX_SUFFIX):
@@ -168,6 +173,6 @@ def _why(item: Path) -> str:
         return "a pickle file"
     if item.name == MANIFEST_FILE:
         return "the manifest of an earlier conversion"
-    if item.suffix in (".safetensors", ".gguf"):
+    if item.suffix in (".safetensors", SUFFIX):
         return "weights that the checkpoint does not name"
     return "not a file that readers of a checkpoint look for"

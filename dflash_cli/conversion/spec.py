@@ -1,6 +1,7 @@
 """The specification of a conversion."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from dflash_runtime.checkpoint.pair import TargetSource
@@ -23,6 +24,7 @@ class ConversionSpec:
     quantize            the number format of matrices in the result; None keeps the source's
     quantizes_all       round q, k, v and the head too
     max_shard_bytes     most bytes of weights per file. None keeps the source's files
+    tokenizer           copy the tokenizer of this GGUF file into the result
     argv                the command, for the manifest
     """
 
@@ -36,4 +38,5 @@ class ConversionSpec:
     quantize: Literal["fp8"] | None = None
     quantizes_all: bool = False
     max_shard_bytes: int | None = None
+    tokenizer: Path | None = None
     argv: tuple[str, ...] = ()

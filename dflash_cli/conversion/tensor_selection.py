@@ -63,9 +63,10 @@ def keep_tensors(draft: DraftCheckpoint, dropped: Sequence[Change]) -> list[Writ
     return [info for info in in_order if info.name not in names]
 
 
-def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Iterator[Change]:
-    """The change of each copied tensor."""
+def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor], result: Format) -> Iterator[Change]:
+    """The change of each copied tensor, by its names in the files."""
     for tensor in kept:
+        in_result = result.name_in_file(tensor.name)
         if isinstance(tensor, MadeTensor) and (tensor.dtype == E4M3 or tensor.name.endswith(SCALE_END)):
             yield _rounded_change(draft, tensor)
             continue
@@ -73,16 +74,15 @@ def tensor_changes(draft: DraftCheckpoint, kept: Sequence[WrittenTensor]) -> Ite
             source = tensor.name if tensor.name in draft.checkpoint.tensors else None
             yield Change(source, tensor.name, "derived", f"follows from {DRAFT_TO_TARGET}")
             continue
-        stored = draft.checkpoint.stored_rows(tensor.name)
+        stored, name = draft.checkpoint.stored_rows(tensor.name), draft.checkpoint.name_in_file(tensor.name)
         if isinstance(tensor, MadeTensor):
-            yield Change(
-                stored.stored, tensor.name, "derived", "its columns are reordered to match the sorted tapped layers"
-            )
+            why = tensor.why or "its columns are reordered to match the sorted tapped layers"
+            yield Change(name, in_result, "derived", why)
         elif stored.rows is not None:
             begin, end = stored.rows
-            yield Change(stored.stored, tensor.name, "split", f"rows {begin} to {end - 1} of a fused projection")
+            yield Change(name, in_result, "split", f"rows {begin} to {end - 1} of a fused projection")
         else:
-            yield Change(stored.stored, tensor.name, "kept" if stored.stored == tensor.name else "renamed")
+            yield Change(name, in_result, "kept" if name == in_result else "renamed")
 
 
 def _rounded_change(draft: DraftCheckpoint, tensor: MadeTensor) -> Change:

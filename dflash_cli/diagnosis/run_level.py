@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.rule import FIX_RUN_LEVEL, Problem, Severity, check
-from dflash_cli.rules.subject import CONFIG_FILE, Subject
-from dflash_cli.rules.themes.tensors import WEIGHTS
+from dflash_cli.rules.subject import CONFIG_FILE, WEIGHTS, Subject
 from dflash_runtime.config import DraftConfig
 
 if TYPE_CHECKING:

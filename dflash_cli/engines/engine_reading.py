@@ -10,8 +10,8 @@ from typing import Any
 from dflash_cli.engines.config_class import CLASSES, ConfigClass, EngineStops
 from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.formats.unserved import asks_for_latent_attention
-from dflash_cli.rules.subject import BODY_SIZES, Subject, stand_in
-from dflash_cli.rules.themes.tensors import WEIGHTS, common_prefix, fused_names
+from dflash_cli.rules.subject import BODY_SIZES, WEIGHTS, Subject, stand_in
+from dflash_cli.rules.themes.tensors import common_prefix, fused_names
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD, SINKS, body_shapes, compare_tensors
 from dflash_runtime.config import DraftConfig

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
 from dflash_cli.engines.config_class import EngineStops
@@ -33,14 +33,17 @@ from dflash_cli.engines.several_engines import FIX_VLLM
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import Format, named_architectures
 from dflash_cli.formats.dspark import DSparkSpeculators
-from dflash_cli.formats.fields import LOGIT_SCALE
+from dflash_cli.formats.fields import LOGIT_SCALE, look_up
+from dflash_cli.formats.gguf import ARCHITECTURE_KEY, CAUSAL, TOKENS, Gguf, GgufRelative
 from dflash_cli.formats.native import Native
 from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import Subject
+from dflash_runtime.checkpoint.gguf import find_gguf
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import SINKS
+from dflash_runtime.errors import MISSING
 from dflash_runtime.json_values import as_object
 
 NAME = "llama.cpp"
@@ -53,7 +56,8 @@ class LlamaCpp(ServingEngine):
     """llama.cpp. Its converter reads native drafts."""
 
     name: ClassVar[str] = NAME
-    reads: ClassVar[tuple[type[Format], ...]] = (Native, DSparkSpeculators)
+    reads: ClassVar[tuple[type[Format], ...]] = (Native, DSparkSpeculators, Gguf)
+    serves_as_is: ClassVar[frozenset[str]] = frozenset({"gguf"})
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
     finds_by_architecture: ClassVar[bool] = True
@@ -78,6 +82,8 @@ class LlamaCpp(ServingEngine):
     def read_values(self, subject: Subject) -> EngineReading | None:
         """The metadata that the converter writes, as the loader reads it. Numbers must be integers that GGUF holds."""
         config = subject.config
+        if isinstance(subject.format, Gguf):
+            return _gguf_values(subject)
         try:
             found = resolve_auto(config)
         except EngineStops:  # the converter then reads the file itself
@@ -113,12 +119,14 @@ class LlamaCpp(ServingEngine):
 
     def causality(self, subject: Subject) -> tuple[bool, ...]:
         """One flag for all layers, false if none is stated."""
+        if isinstance(subject.format, Gguf):
+            return (look_up(subject.config, CAUSAL) is True,) * len(subject.stated.layer_types)
         top, nested = subject.config.get("is_causal"), as_object(subject.config.get("dflash_config")).get("causal")
         return (top is True or (top is None and nested is True),) * len(subject.stated.layer_types)
 
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
-        """It also converts speculators files of DSpark. Source: ggml-org/llama.cpp#26275."""
-        return isinstance(dialect, DSparkSpeculators) or super().serves_kind(dialect, config)
+        """It also converts speculators files of DSpark, and loads GGUF. Source: ggml-org/llama.cpp#26275, #27342."""
+        return isinstance(dialect, DSparkSpeculators | GgufRelative) or super().serves_kind(dialect, config)
 
     def served_layout(self, subject: Subject) -> bool | None:
         """The layout of a speculators file of DSpark; a missing key means fill-in. Native files are not modelled."""
@@ -129,15 +137,40 @@ class LlamaCpp(ServingEngine):
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """Two conversions to GGUF, then the server. The converter takes directories, and reads the target's tokenizer.
 
-        --spec-draft-n-max is the number of draft tokens.
+        A draft in GGUF is not converted. --spec-draft-n-max is the number of draft tokens.
         """
-        draft, target = _gguf(pair.draft), _gguf(pair.target)
+        stored, target = find_gguf(Path(pair.draft)), _gguf(pair.target)
+        draft = _gguf(pair.draft) if stored is None else str(stored)
         convert = ["python3", "convert_hf_to_gguf.py"]
         of_draft = [*convert, pair.draft, "--outtype", "bf16", "--target-model-dir", pair.target, "--outfile", draft]
         serve = ["llama-server", "-m", target, "-md", draft, "--spec-type", f"draft-{pair.method}"]
         serve += words_of({"--spec-draft-n-max": pair.num_draft_tokens, "-c": pair.context_limit})
-        commands = [*convert, pair.target, "--outtype", "bf16", "--outfile", target], of_draft, serve
+        of_target = [*convert, pair.target, "--outtype", "bf16", "--outfile", target]
+        commands = [of_target, of_draft, serve] if stored is None else [of_target, serve]
         return ServeCommand(tuple(map(shlex.join, commands)), pair.num_draft_tokens)
+
+
+def _gguf_values(subject: Subject) -> EngineReading | None:
+    """The metadata of a GGUF file as src/models/dflash.cpp reads it. None if the file's dialect does not read it.
+
+    Without a key the block has 16 rows, rope has the theta 10000, and all layers see the whole block.
+    """
+    if subject.parsed is None:
+        raise EngineStops(ARCHITECTURE_KEY, "the metadata cannot be read")
+    config = subject.parsed.config
+    if look_up(subject.config, TOKENS) is MISSING:
+        raise EngineStops(TOKENS, "no tokenizer")
+    check_captured([*config.target_layer_ids], config.hidden_size, subject)
+    check_mask(config.mask_token_id, subject)
+    return EngineReading(
+        windows=config.windows,
+        causal=config.causal,
+        taps=config.target_layer_ids,
+        mask_token_id=config.mask_token_id,
+        rope={"rope_theta": config.rope.theta, "rope_type": config.rope.kind, **config.rope.params},
+        eps=config.rms_norm_eps,
+        block_size=config.block_size,
+    )
 
 
 def _count(key: str, value: Any) -> int:

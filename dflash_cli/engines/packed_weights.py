@@ -8,8 +8,8 @@ from typing import Any
 
 from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.formats.dialect import Format
-from dflash_cli.rules.subject import BODY_SIZES, Subject, stand_in
-from dflash_cli.rules.themes.tensors import FLOATS, WEIGHTS
+from dflash_cli.rules.subject import BODY_SIZES, WEIGHTS, Subject, stand_in
+from dflash_cli.rules.themes.tensors import FLOATS
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.layout import body_shapes
 from dflash_runtime.json_values import as_object, is_int

@@ -18,9 +18,9 @@ from dflash_cli.engines.serving_engine import (
 from dflash_cli.formats.dialect import COMMON, named_architectures, word_of
 from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary
-from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_cli.rules.themes.attention import WINDOW_KEY
-from dflash_cli.rules.themes.tensors import ALIASES, WEIGHTS, common_prefix, fused_names
+from dflash_cli.rules.themes.tensors import ALIASES, common_prefix, fused_names
 from dflash_runtime.checkpoint.files import INDEX_FILE
 
 FIX_VLLM = "dflash serve-command {draft} --target {target} --engine vllm # vLLM serves it"

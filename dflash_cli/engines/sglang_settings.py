@@ -11,8 +11,7 @@ from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.engine_reading import whole
 from dflash_cli.engines.family_reading import markov_parts
 from dflash_cli.formats.dflash2 import FIELDS
-from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.themes.tensors import WEIGHTS
+from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_runtime.checkpoint.layout import MARKOV
 from dflash_runtime.json_values import as_object
 

@@ -42,8 +42,7 @@ from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.rule import BFLOAT16, FIX_COPY, Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
-from dflash_cli.rules.subject import CONFIG_FILE, NamedEngine, Subject
-from dflash_cli.rules.themes.tensors import WEIGHTS
+from dflash_cli.rules.subject import CONFIG_FILE, WEIGHTS, NamedEngine, Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import CONFIDENCE, DRAFT_TO_TARGET, SINKS
 from dflash_runtime.checkpoint.target_facts import decoder_config

@@ -104,6 +104,8 @@ class Format(ABC):
     derives_inverse     whether they ask for t2d, the inverse of the id map d2t
     style_flags         keys on norms and rope that all of them follow (see STYLE_FLAGS)
     allows_packed       whether packed weights of another dialect can be written in it
+    one_file            the name of the file that holds both the config and the weights; empty if each has files
+    vector_type_key     the key for the type that vectors had before; its readers need vectors in F32
     ignored_settings    last parts of keys that `unread` lists and that no engine reads, so that a conversion drops them
     """
 
@@ -146,6 +148,8 @@ class Format(ABC):
     style_flags: ClassVar[frozenset[str]] = frozenset()
     ignored_settings: ClassVar[frozenset[str]] = frozenset()
     allows_packed: ClassVar[bool] = True
+    one_file: ClassVar[str] = ""
+    vector_type_key: ClassVar[str] = ""
 
     @abstractmethod
     def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
@@ -229,6 +233,10 @@ class Format(ABC):
     def stored_key(self, carried: str) -> str:
         """The dotted key of the config under which a carried key is stored."""
         return carried
+
+    def name_in_file(self, tensor: str) -> str:
+        """The name that a written file has for a tensor of that canonical name."""
+        return tensor
 
     def unread(self, config: Mapping[str, Any]) -> Json:
         """Dotted key -> value of the keys that neither `read_config` reads nor a conversion carries."""

@@ -15,6 +15,7 @@ from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.stated import MAX_LAYERS, StatedConfig
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.gguf_checkpoint import is_plain
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.config import DraftConfig, RopeConfig, TargetFacts
 from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, naming_file
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location
 
 CONFIG_FILE = "config.json"
+WEIGHTS = "model.safetensors"
+"""The locations of findings about the config and about the weights, whatever the names of the files."""
+
 UNRECOGNISED = Unrecognised()
 
 BODY_SIZES = {
@@ -163,14 +167,21 @@ class Subject:
         return StatedConfig(self.format, self.config)
 
     def load(self, name: str) -> "torch.Tensor | None":
-        """The tensor of a canonical name, None if the draft has no such tensor."""
-        if self.checkpoint is None or name not in (self.tensors or {}):
+        """The tensor of a canonical name, None if the draft lacks it or has it in a quantised type of GGUF."""
+        info = (self.tensors or {}).get(name)
+        if self.checkpoint is None or info is None or not is_plain(info.dtype):
             return None
         return self.checkpoint.load(name)
 
     def location(self, key: str) -> str:
         """The location of a dotted key of the config."""
         return f"{CONFIG_FILE}:{key}"
+
+    def in_file(self, location: str) -> str:
+        """A location as the user sees it: in a GGUF file, config and weights are one file."""
+        file, colon, rest = location.partition(":")
+        is_own = bool(self.format.one_file) and self.checkpoint is not None and file in (CONFIG_FILE, WEIGHTS)
+        return f"{self.checkpoint.config_path.name}{colon}{rest}" if is_own and self.checkpoint else location
 
     def at(self, field: str) -> str:
         """The location of the key that states a field; if none does, of the key to add."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import LEVELS, SEVERITIES, Finding, Level, Rule, Stage, rules_of
@@ -39,7 +40,7 @@ def report_of(subject: Subject, findings: Sequence[Finding], rules: Sequence[Rul
         target=plan.target_reference,
         engines=tuple(map(str, plan.engines)),
         level=plan.level,
-        findings=tuple(kept),
+        findings=tuple(replace(item, location=subject.in_file(item.location)) for item in kept),
         num_rules=len(rules),
         checked=tuple(rule for rule in rules if rule.id not in plan.ignored),
         verdicts=judge(subject, kept),

@@ -15,6 +15,7 @@ import torch.distributed
 
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint
 from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
 from dflash_runtime.checkpoint.hf_config import read_target_facts
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
 from dflash_runtime.device.loading import load_pair
@@ -127,7 +128,7 @@ def main() -> None:
 
 
 def _draft_of(spec: DraftSpec) -> DraftSource:
-    stored = Checkpoint(spec.path)
+    stored = open_stored(spec.path)
     if spec.names == "stored":
         return DraftSource(spec.config, stored)
     config = spec.config if spec.names == "split" else None

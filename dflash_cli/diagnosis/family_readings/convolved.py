@@ -21,7 +21,7 @@ from dflash_cli.diagnosis.family_readings.token_pairs import (
 )
 from dflash_cli.diagnosis.run_level import reading_rule
 from dflash_cli.diagnosis.weight_rewrites import Change
-from dflash_cli.rules.themes.tensors import WEIGHTS
+from dflash_cli.rules.subject import WEIGHTS
 from dflash_runtime.checkpoint.layout import CONVOLUTIONS, SELECTOR
 
 if TYPE_CHECKING:

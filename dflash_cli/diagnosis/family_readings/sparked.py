@@ -26,7 +26,7 @@ from dflash_cli.diagnosis.weight_rewrites import Change
 from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.rule import FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.shapes import layout_in_words
-from dflash_cli.rules.themes.tensors import WEIGHTS
+from dflash_cli.rules.subject import WEIGHTS
 from dflash_runtime.checkpoint.layout import MARKOV
 
 if TYPE_CHECKING:

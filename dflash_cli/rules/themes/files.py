@@ -149,7 +149,7 @@ def no_training_state(subject: Subject) -> Iterator[Problem]:
 )
 def no_second_format(subject: Subject) -> Iterator[Problem]:
     """The directory holds the draft in one file format."""
-    for name in sorted(item for item in subject.files if item.endswith(".gguf")):
+    for name in sorted(item for item in subject.files if item.endswith(".gguf") and not subject.format.one_file):
         yield Problem(name, "a GGUF file beside the safetensors weights; dflash does not check it")
 
 

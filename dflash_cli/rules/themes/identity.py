@@ -8,8 +8,7 @@ from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.relatives import served_in_words
 from dflash_cli.formats.unserved import MODE_KEYS, PLAIN_PROJECTORS
 from dflash_cli.rules.rule import FIX_COPY, Outcome, Problem, Severity, check
-from dflash_cli.rules.subject import CONFIG_FILE, Subject
-from dflash_cli.rules.themes.tensors import WEIGHTS
+from dflash_cli.rules.subject import CONFIG_FILE, WEIGHTS, Subject
 from dflash_runtime.json_values import is_int
 from dflash_runtime.phrases import article
 

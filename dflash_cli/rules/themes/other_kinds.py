@@ -7,8 +7,8 @@ from dataclasses import replace
 from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.draft_kinds.table import Service
 from dflash_cli.rules.rule import FIX_INSPECT, FIX_REEXPORT, Outcome, Problem, check
-from dflash_cli.rules.subject import NamedEngine, Subject
-from dflash_cli.rules.themes.tensors import WEIGHTS, extra_tensor
+from dflash_cli.rules.subject import WEIGHTS, NamedEngine, Subject
+from dflash_cli.rules.themes.tensors import extra_tensor
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.errors import MISSING
 

@@ -7,8 +7,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft
 from dflash_cli.checkpoints.row_matches import find_misplaced
 from dflash_cli.checkpoints.target_copies import find_difference
 from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_REEXPORT_WEIGHTS, Problem, check_weights
-from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.themes.tensors import WEIGHTS
+from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import CheckpointError

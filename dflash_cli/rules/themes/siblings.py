@@ -9,8 +9,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
-from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.themes.tensors import FLOATS, WEIGHTS
+from dflash_cli.rules.subject import WEIGHTS, Subject
+from dflash_cli.rules.themes.tensors import FLOATS
 from dflash_cli.rules.themes.unpacked import num_levels
 from dflash_runtime.checkpoint.layout import MARKOV, SELECTOR
 

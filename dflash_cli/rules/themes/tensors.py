@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from dflash_cli.checkpoints.unpacking import states_known_packing
 from dflash_cli.formats.decoder_body import STORED_AS
+from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
-from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_runtime.checkpoint import layout
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.files import TensorInfo
@@ -29,7 +31,6 @@ from dflash_runtime.config import DraftConfig
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.json_values import is_int
 
-WEIGHTS = "model.safetensors"
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
 ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
@@ -204,7 +205,12 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
     """All weights have the same element type, and it is not float16."""
     is_packed = _states_packing(subject)
     body = _body_tensors(subject).items()
-    counts = Counter(info.dtype for name, info in body if not (is_packed and layout.PACKED.match(name)))
+    has_wide_vectors = bool(subject.format.vector_type_key)
+    counts = Counter(
+        info.dtype
+        for name, info in body
+        if not (is_packed and layout.PACKED.match(name)) and not (has_wide_vectors and len(info.shape) == 1)
+    )
     if len(counts) > 1 and not is_packed:
         yield Problem(WEIGHTS, f"mixed element types: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}")
     if "F16" in counts:
@@ -235,6 +241,10 @@ def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
         yield Problem(subject.body_at("dtype"), message, fix=fix)
 
 
+FIX_UNPACK = f"dflash convert {{draft}} {{out}} --to {COMMON} --target {{target}} --dequantize"
+"""Writes the numbers that packed matrices stand for."""
+
+
 @check(
     "N11",
     effect="readers take packed numbers for plain floats",
@@ -260,7 +270,17 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
             subject.at("quantization_config"),
             "quantised weights",
             effect="dflash cannot run the draft, and checks its packed weights only for engines that the user names",
+            fix=FIX_UNPACK if states_known_packing(subject.config) else "",
             severity="warning",
+            outcome="serves",
+        )
+    elif packed and subject.format.one_file:
+        yield Problem(
+            WEIGHTS,
+            f"quantised weights ({', '.join(packed)})",
+            effect="dflash checks the shapes of the draft, and does not run it",
+            fix=FIX_UNPACK,
+            severity="info",
             outcome="serves",
         )
     elif packed:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
-from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.themes.tensors import WEIGHTS
+from dflash_cli.rules.subject import WEIGHTS, Subject
 
 if TYPE_CHECKING:
     import torch

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from dflash_cli.rules.rule import FIX_INSPECT, FIX_REEXPORT, Problem, Severity, check
-from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.themes.tensors import WEIGHTS
+from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
 from dflash_runtime.json_values import is_int
 

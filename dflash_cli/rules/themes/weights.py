@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
-from dflash_cli.rules.subject import Subject
-from dflash_cli.rules.themes.tensors import FLOATS, WEIGHTS
+from dflash_cli.rules.subject import WEIGHTS, Subject
+from dflash_cli.rules.themes.tensors import FLOATS
 from dflash_cli.rules.themes.unpacked import num_levels
 
 if TYPE_CHECKING:

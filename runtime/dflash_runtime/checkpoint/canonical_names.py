@@ -4,11 +4,12 @@ The view removes prefixes and splits fused projections by rows. Rows are byte ra
 no tensor data. A conversion copies these ranges, and the runtime loads them.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.files import DTYPE_BYTES, Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, canonical_name, find_stored_rows
 from dflash_runtime.checkpoint.target_facts import MLX, NESTED, PACKING, mlx_bits
 from dflash_runtime.config import DraftConfig
@@ -17,6 +18,8 @@ from dflash_runtime.json_values import as_object
 
 if TYPE_CHECKING:
     import torch
+
+    from dflash_runtime.checkpoint.files import TensorCut
 
 QUANTIZATION_FILE = "hf_quant_config.json"
 """File in which Model-Optimizer states how it quantised the weights."""
@@ -40,6 +43,10 @@ class CanonicalCheckpoint(Checkpoint):
         self._metadata = {}
         self._tensors = None
         self._stored_rows: dict[str, StoredRows] = {}
+
+    @property
+    def config_path(self) -> Path:
+        return self.stored.config_path
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -67,7 +74,23 @@ class CanonicalCheckpoint(Checkpoint):
         return self.stored.metadata
 
     def stored_rows(self, name: str) -> StoredRows:
-        return self._stored_rows[self.tensors[name].name]
+        canonical = self.tensors[name].name  # fills the table first
+        return self._stored_rows[canonical]
+
+    def load_many(
+        self, names: list[str], device: str = "cpu", cuts: "Mapping[str, TensorCut] | None" = None
+    ) -> "Iterator[tuple[str, torch.Tensor]]":
+        if self.stored.is_in_safetensors:
+            yield from super().load_many(names, device, cuts)
+            return
+        for name in names:
+            at, cut = self.stored_rows(name), None if cuts is None else cuts.get(name)
+            tensor = self.stored.load(at.stored)
+            tensor = tensor if at.rows is None else tensor[slice(*at.rows)]
+            yield name, (tensor if cut is None else cut.of(tensor)).to(device)
+
+    def name_in_file(self, name: str) -> str:
+        return self.stored.name_in_file(self.stored_rows(name).stored)
 
     def _read(self, reader: Any, name: str) -> "torch.Tensor":
         at = self.stored_rows(name)
@@ -99,7 +122,7 @@ def find_quantization(stored: Checkpoint, *, has_headers: bool = True) -> str | 
             return f"{MLX}, the tensor {name}"
         if PACKED.match(name):
             return f"the tensor {name}"
-        if info.dtype in PACKED_DTYPES and len(info.shape) > 1:
+        if info.dtype not in DTYPE_BYTES or (info.dtype in PACKED_DTYPES and len(info.shape) > 1):
             return f"{name} is {info.dtype}"
     return None
 

@@ -99,11 +99,16 @@ def digest_rows(tensors: Sequence[TensorInfo], *, with_shapes: bool = False) -> 
 
 
 def _text_files(path: Path) -> list[Path]:
-    return [
-        file
-        for file in sorted(path.iterdir())
-        if file.suffix in TEXT_SUFFIXES and file.name not in NOT_DECIDING and file.is_file()
-    ]
+    """Return the text files of a checkpoint's folder; [] for a GGUF file."""
+    return (
+        []
+        if path.is_file()
+        else [
+            file
+            for file in sorted(path.iterdir())
+            if file.suffix in TEXT_SUFFIXES and file.name not in NOT_DECIDING and file.is_file()
+        ]
+    )
 
 
 def _file_parts(checkpoint: Checkpoint, *, is_whole: bool) -> Iterator[tuple[str, bytes]]:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dflash_runtime.checkpoint.gguf import refuse_gguf
 from dflash_runtime.checkpoint.layout import StoredRows
@@ -88,6 +88,9 @@ class Checkpoint:
         UnknownFormat: a GGUF file.
     """
 
+    is_in_safetensors: ClassVar[bool] = True
+    """Whether the tensors are as they are in safetensors files; else only `load_many` of the class reads them."""
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.exists():
@@ -141,6 +144,10 @@ class Checkpoint:
     def stored_rows(self, name: str) -> StoredRows:
         """Return the stored tensor, and the rows of it, that hold a tensor."""
         return StoredRows(self.tensors[name].name)
+
+    def name_in_file(self, name: str) -> str:
+        """Return the name that the file itself has for a tensor."""
+        return name
 
     def load(self, name: str) -> "torch.Tensor":
         """Read one tensor to the CPU in its stored dtype."""

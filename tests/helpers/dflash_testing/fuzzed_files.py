@@ -13,9 +13,9 @@ from dflash_cli.checkpoints.remote_headers import Traffic, parse_listing
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
 from dflash_runtime.checkpoint.files import Checkpoint, parse_header
 from dflash_runtime.checkpoint.forked_calls import CallFailed, ForkedCalls
-from dflash_runtime.checkpoint.gguf import read_gguf_keys
 from dflash_runtime.checkpoint.strict_json import loads, parse_json
 from dflash_testing import checkpoints as support
+from dflash_testing import gguf_files
 from dflash_testing.reader_fuzzing import Reader, as_json, file_reader
 
 
@@ -61,7 +61,10 @@ def of_checkpoints(home: Path) -> dict[str, Reader]:
         "torch.save": Reader(
             [(home / "mask_embedding.pt").read_bytes()], file_reader(home / "mask.pt", read_torch_zip)
         ),
-        "gguf": Reader([_gguf()], file_reader(home / "a.gguf", read_gguf_keys)),
+        "gguf": Reader(
+            [gguf_files.encode(gguf_files.metadata(), gguf_files.tensors()), _short_gguf()],
+            file_reader(home / "a.gguf", lambda path: open_draft(path).select_tensors()),
+        ),
         "chat template": _chat_template(),
         "hub listing": Reader(
             [as_json({"sha": "a" * 40, "siblings": [{"rfilename": "config.json"}, {"rfilename": "x/y"}]})],
@@ -88,16 +91,8 @@ def _chat_template() -> Reader:
 MESSAGES, TEMPLATE_S = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], 0.2
 
 
-def _gguf() -> bytes:
-    """A file with a text, a number and a list of numbers."""
-
-    def number(value: int, size: int = 8) -> bytes:
-        return value.to_bytes(size, "little")
-
-    keys = (
-        (b"general.architecture", 8, number(6) + b"dflash"),
-        (b"dflash.block_count", 4, number(5, 4)),
-        (b"dflash.target_layers", 9, number(4, 4) + number(2) + number(1, 4) + number(9, 4)),
+def _short_gguf() -> bytes:
+    """A file without data, so that most changes of bytes hit the header."""
+    return gguf_files.encode(
+        {key: gguf_files.metadata()[key] for key in ("general.architecture", "dflash.target_layers")}, {}
     )
-    body = b"".join(number(len(key)) + key + number(kind, 4) + value for key, kind, value in keys)
-    return b"GGUF" + number(3, 4) + number(0) + number(len(keys)) + body

@@ -5,6 +5,7 @@ from dflash_testing.rule_cases import (
     config,
     engines,
     families,
+    gguf,
     other_kinds,
     pair,
     tensors,
@@ -23,4 +24,5 @@ CASES: list[Case] = [
     *families.CASES,
     *weights.CASES,
     *other_kinds.CASES,
+    *gguf.CASES,
 ]

@@ -1,0 +1,469 @@
+"""Drafts in a GGUF file, the format of llama.cpp: the config is the metadata, and dotted keys are objects in objects.
+
+llama.cpp taps the input of each layer in `dflash.target_layers`, which is the output of the layer before. One window
+and one causality serve all layers, and `sliding_window_pattern` says which layers have the window. Keys under
+`dflash_cli` hold the other fields of a draft, so that a conversion to GGUF and back keeps them. llama.cpp ignores them.
+
+Sources: ggml-org/llama.cpp src/models/dflash.cpp at 01b78a15 (the loader), conversion/qwen.py of August 2026 as read
+at PrismML-Eng/llama.cpp 85a9ae8c (the converter), gguf 0.19.0 constants.py (names of keys).
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dflash_cli.formats.decoder_body import plain_keys, prefixed_keys, read_draft_body
+from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, cannot_state, refuse_scales
+from dflash_cli.formats.fields import SCALES, Keys, Spelling, look_up, shifted, with_keys
+from dflash_cli.formats.relatives import served_in_words
+from dflash_runtime.checkpoint.gguf import DRAFTS, shortest, to_float32
+from dflash_runtime.checkpoint.gguf_checkpoint import gguf_name
+from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, require_int
+from dflash_runtime.config import DraftConfig, RopeConfig
+from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError
+from dflash_runtime.json_values import as_object, is_int
+from dflash_runtime.notices import Notice
+
+ARCHITECTURE_KEY = "general.architecture"
+WRITTEN = "dflash"
+"""The architecture that current llama.cpp builds load."""
+
+OWN = "dflash_cli."
+CARRIED = f"{OWN}carried"
+"""The keys without a canonical field, as one JSON text in the file."""
+
+NORMS = f"{OWN}norms"
+"""The element type that vectors had before a conversion widened them to F32."""
+
+WINDOW, PATTERN = "dflash.attention.sliding_window", "dflash.attention.sliding_window_pattern"
+SCALING = "dflash.rope.scaling"
+TAPS, MASK, CAUSAL = "dflash.target_layers", "tokenizer.ggml.mask_token_id", "dflash.attention.causal"
+TOKENS = "tokenizer.ggml.tokens.count"
+FILE_TYPE = "general.file_type"
+
+SIZES = {
+    "num_hidden_layers": "dflash.block_count",
+    "hidden_size": "dflash.embedding_length",
+    "intermediate_size": "dflash.feed_forward_length",
+    "num_attention_heads": "dflash.attention.head_count",
+    "num_key_value_heads": "dflash.attention.head_count_kv",
+    "head_dim": "dflash.attention.key_length",
+    "max_position_embeddings": "dflash.context_length",
+    "vocab_size": "dflash.vocab_size",
+}
+DECODER_NAMES = {
+    **SIZES,
+    "rms_norm_eps": "dflash.attention.layer_norm_rms_epsilon",
+    "rope_theta": "dflash.rope.freq_base",
+    "rope_scaling": SCALING,
+    "rope_parameters": SCALING,
+    "layer_types": PATTERN,
+    "sliding_window": WINDOW,
+    "use_sliding_window": WINDOW,
+    "model_type": f"{OWN}model_type",
+    "dtype": f"{OWN}dtype",
+}
+"""Hugging Face's name of a decoder key -> the key in GGUF."""
+
+ROPE_NAMES = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_context_length",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+"""Parameter of a rope in Hugging Face's configs -> its last part under `dflash.rope.scaling`."""
+
+ROPE_KINDS: Mapping[str, tuple[str, ...]] = {"linear": ("factor",), "yarn": tuple(ROPE_NAMES)}
+"""Kind of rope that llama.cpp computes as Hugging Face does -> the parameters that mean the same in both."""
+
+FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
+"""Element type -> value of general.file_type."""
+
+READ = frozenset(
+    {
+        *SIZES.values(), "dflash.attention.value_length", "dflash.attention.layer_norm_rms_epsilon",
+        "dflash.rope.freq_base", "dflash.rope.dimension_count", WINDOW, PATTERN, TAPS, CAUSAL, "dflash.block_size",
+        f"{SCALING}.type", f"{SCALING}.finetuned", *(f"{SCALING}.{name}" for name in ROPE_NAMES.values()),
+    }
+)  # fmt: skip
+"""Keys under `dflash` that this dialect reads, or that repeat another key."""
+
+UNSERVED = {
+    "dflash.hyper_connection_count": "hyper-connections of a DeepSeek V4 draft",
+    "dflash.rope.dimension_sections": "rope in sections",
+    "dflash.logit_scale": "a factor of the logits",
+    "dflash.final_logit_softcapping": "a cap of the logits",
+}
+"""Key under `dflash` -> the computation that it asks for. DFlash has none of them."""
+
+DFLASH2_KEYS = ("dflash.selector_rank", "dflash.conv_kernel_size")
+MARKOV = "markov_w1.weight"
+
+
+@FORMATS.register("gguf")
+class Gguf(Format):
+    """DFlash drafts of llama.cpp."""
+
+    title: ClassVar[str] = "DFlash, GGUF of llama.cpp"
+    priority: ClassVar[int] = 5
+    writable: ClassVar[bool] = True
+    engine: ClassVar[str | None] = "llama.cpp"
+    one_file: ClassVar[str] = "draft.gguf"
+    vector_type_key: ClassVar[str] = NORMS
+    allows_packed: ClassVar[bool] = False
+    containers: ClassVar[tuple[str, ...]] = (
+        "general", "dflash", "attention", "rope", "scaling", "tokenizer", "ggml", "dflash_cli", "carried",
+        "dflash_config",
+    )  # fmt: skip
+    own_prefix: ClassVar[str] = "gguf."
+    decoder_names: ClassVar[Mapping[str, str]] = DECODER_NAMES
+    settings: ClassVar[tuple[str, ...]] = (f"{CARRIED}.dflash_config.", f"{CARRIED}.", "dflash.")
+    keys: ClassVar[Keys] = {
+        "num_layers": ("dflash.block_count",),
+        "hidden_size": ("dflash.embedding_length",),
+        "intermediate_size": ("dflash.feed_forward_length",),
+        "num_heads": ("dflash.attention.head_count",),
+        "num_kv_heads": ("dflash.attention.head_count_kv",),
+        "head_dim": ("dflash.attention.key_length", "dflash.attention.value_length"),
+        "rms_norm_eps": ("dflash.attention.layer_norm_rms_epsilon",),
+        "max_position_embeddings": ("dflash.context_length",),
+        "vocab_size": ("dflash.vocab_size", TOKENS),
+        "rope": ("dflash.rope.freq_base", SCALING),
+        "windows": (PATTERN, WINDOW),
+        "causal": (CAUSAL,),
+        "block_size": ("dflash.block_size",),
+        "target_layer_ids": (TAPS,),
+        "mask_token_id": (MASK,),
+        "num_target_layers": (f"{OWN}num_target_layers",),
+        "model_type": (f"{OWN}model_type",),
+        "dtype": (f"{OWN}dtype",),
+        "draft_vocab_size": (f"{OWN}draft_vocab_size",),
+        "target_hidden_size": (f"{OWN}target_hidden_size",),
+        "has_sinks": (f"{OWN}has_sinks",),
+        "hidden_act": (f"{OWN}hidden_act",),
+        "attention_bias": (f"{OWN}attention_bias",),
+        **{name: (f"{OWN}{name}",) for name in SCALES},
+    }
+    spellings: ClassVar[Mapping[str, Spelling]] = {"target_layer_ids": shifted(1)}
+    unstated: ClassVar[frozenset[str]] = frozenset({"verifier", "target_hidden_size", "has_sinks", *SCALES})
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        found = look_up(config, ARCHITECTURE_KEY)
+        return f"{ARCHITECTURE_KEY} is {found!r}" if isinstance(found, str) and found in DRAFTS else None
+
+    def decoder(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The decoder keys under Hugging Face's names, as llama.cpp reads the metadata."""
+        found = {name: look_up(config, key) for name, key in SIZES.items()}
+        if found["vocab_size"] is MISSING:
+            found["vocab_size"] = look_up(config, TOKENS)
+        found["rms_norm_eps"] = look_up(config, DECODER_NAMES["rms_norm_eps"])
+        found["rope_theta"] = look_up(config, DECODER_NAMES["rope_theta"])
+        found["dtype"] = _dtype(config)
+        body = {name: value for name, value in found.items() if value is not MISSING}
+        own = {name: look_up(config, f"{OWN}{name}") for name in ("model_type", "hidden_act", "attention_bias")}
+        body |= {"model_type": "qwen3"} | {name: value for name, value in own.items() if value is not MISSING}
+        rope = _rope_scaling(config)
+        return {**body, **_windows(config), **({} if rope is None else {"rope_scaling": rope})}
+
+    def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
+        """Read the metadata of a draft.
+
+        Raises:
+            InvalidConfig: a key is missing or wrong, or the keys of the window contradict each other.
+        """
+        architecture = look_up(config, ARCHITECTURE_KEY)
+        if architecture != WRITTEN:
+            raise InvalidConfig(ARCHITECTURE_KEY, architecture, f"{WRITTEN!r}, which llama.cpp loads", path=path)
+        body = self.decoder(config)
+        _check_windows(config, path)
+        try:
+            fields = read_draft_body(body, path)
+            windows = _read_windows(body, fields["num_layers"], path)
+            vocab_size = require_int(body, "vocab_size", path)
+        except InvalidConfig as error:
+            raise InvalidConfig(
+                self.decoder_key(error.field or ""), error.found, str(error.expected), path=path
+            ) from error
+        causal = look_up(config, CAUSAL)
+        if causal not in (MISSING, True, False):
+            raise InvalidConfig(CAUSAL, causal, "true or false", path=path)
+        depth = look_up(config, f"{OWN}num_target_layers")
+        canonical = DraftConfig(
+            **fields,
+            vocab_size=vocab_size,
+            draft_vocab_size=vocab_size,
+            windows=windows,
+            causal=(causal is True,) * fields["num_layers"],
+            block_size=_integer(config, "dflash.block_size", path),
+            target_layer_ids=_read_taps(config, path),
+            mask_token_id=_integer(config, MASK, path),
+            num_target_layers=None if depth is MISSING else depth,
+            model_type=str(body["model_type"]),
+        )
+        notes = []
+        if causal is MISSING and any(windows):
+            text = "causality is not stated: llama.cpp attends to the whole block in every layer"
+            notes.append(Notice(text, id="causality-not-stated"))
+        return ParsedConfig(
+            config=canonical,
+            carried={**_carried(config), **{f"gguf.{key}": look_up(config, key) for key in _unknown(config)}},
+            notes=tuple(notes),
+            unserved=self.unserved(config),
+        )
+
+    def unserved(self, config: Mapping[str, Any]) -> dict[str, str]:
+        found = {key: look_up(config, key) for key in UNSERVED}
+        asked = {key: f"{value!r}: {UNSERVED[key]}" for key, value in found.items() if value not in (MISSING, 0)}
+        kind = look_up(config, f"{SCALING}.type")
+        if kind not in (MISSING, "none", *ROPE_KINDS):
+            asked[f"{SCALING}.type"] = f"{kind!r}: a rope that dflash does not read from GGUF"
+        return asked
+
+    def name_in_file(self, tensor: str) -> str:
+        return gguf_name(tensor)
+
+    def stored_key(self, carried: str) -> str:
+        return carried.removeprefix(self.own_prefix) if carried.startswith(self.own_prefix) else f"{CARRIED}.{carried}"
+
+    def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
+        """Write the metadata of a draft, without the tokenizer of its target.
+
+        Raises:
+            LossyConversion: llama.cpp cannot compute the draft, or GGUF cannot hold a number.
+        """
+        self._refuse_to_write(config)
+        rope = _write_rope(config.rope)
+        sizes = sorted({window for window in config.windows if window is not None})
+        pattern = [window is not None for window in config.windows]
+        own = {"num_target_layers": config.num_target_layers, "model_type": config.model_type, "dtype": config.dtype}
+        kept = {**plain_keys(carried), **_nested_native(carried)}
+        return with_keys(
+            {},
+            {
+                ARCHITECTURE_KEY: WRITTEN,
+                "general.type": "model",
+                "general.quantization_version": 2,
+                **({FILE_TYPE: FILE_TYPES[config.dtype]} if config.dtype in FILE_TYPES else {}),
+                "dflash.block_count": config.num_layers,
+                "dflash.context_length": config.max_position_embeddings,
+                "dflash.embedding_length": config.hidden_size,
+                "dflash.feed_forward_length": config.intermediate_size,
+                "dflash.vocab_size": config.vocab_size,
+                "dflash.attention.head_count": config.num_heads,
+                "dflash.attention.head_count_kv": config.num_kv_heads,
+                "dflash.attention.key_length": config.head_dim,
+                "dflash.attention.value_length": config.head_dim,
+                "dflash.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+                CAUSAL: config.is_causal,
+                **({WINDOW: sizes[0], PATTERN: pattern} if sizes else {}),
+                "dflash.rope.freq_base": float(config.rope.theta),
+                **{f"{SCALING}.{name}": value for name, value in rope.items()},
+                "dflash.block_size": config.block_size,
+                TAPS: [tap + 1 for tap in config.target_layer_ids],
+                MASK: config.mask_token_id,
+                **{f"{OWN}{name}": value for name, value in own.items() if value is not None},
+                **({CARRIED: kept} if kept else {}),
+            },
+        )
+
+    def _refuse_to_write(self, config: DraftConfig) -> None:
+        """Refuse a draft that llama.cpp would compute in another way.
+
+        Raises:
+            LossyConversion: the field.
+        """
+        refuse_scales(config, "llama.cpp")
+        for field, usual in (("attention_bias", False), ("has_sinks", False), ("hidden_act", "silu")):
+            if getattr(config, field) != usual:
+                raise cannot_state(field, getattr(config, field), self.title)
+        if config.sample_from_anchor:
+            raise cannot_state("sample_from_anchor", True, self.title)
+        for field, found, expected in (
+            ("draft_vocab_size", config.draft_vocab_size, config.vocab_size),
+            ("target_hidden_size", config.feature_size, config.hidden_size),
+        ):
+            if found != expected:
+                id = "reduced-vocabulary" if field == "draft_vocab_size" else "other-width"
+                text = f"{field} {found}: {self.title} needs {expected}"
+                raise LossyConversion(text, id=id, field=field, found=found)
+        sizes = sorted({window for window in config.windows if window is not None})
+        if len(sizes) > 1:
+            text = f"windows of sizes {sizes}: llama.cpp has one window for all layers"
+            raise LossyConversion(text, id="several-windows", field="sliding_window", found=sizes)
+        if config.is_causal is None:
+            text = f"causality {list(config.causal)} by layer: llama.cpp has one causality for all layers"
+            hint = "--causality causal or --causality non-causal, if the draft was trained so"
+            raise LossyConversion(text, id="several-causalities", field=CAUSAL, found=list(config.causal), hint=hint)
+        for key, value in (("rms_norm_eps", config.rms_norm_eps), ("rope_theta", config.rope.theta)):
+            _float32(key, value)
+
+    def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:
+        if config.num_target_layers is not None and config.num_target_layers - 1 in config.target_layer_ids:
+            yield from super().warnings(config, carried)
+
+
+class GgufRelative(Gguf):
+    """A draft of another family in GGUF. llama.cpp serves it. dflash converts it from safetensors only."""
+
+    priority: ClassVar[int] = 4
+    writable: ClassVar[bool] = False
+
+    def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
+        raise UnknownFormat(
+            f"{self.title}: dflash reads only plain DFlash drafts from GGUF",
+            id="relative-of-dflash",
+            path=path,
+            found=self.name,
+            hint=f"{served_in_words(self, config)}; pass the safetensors checkpoint that it was made from",
+        )
+
+    def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
+        raise UnsupportedError(f"dflash does not write {self.title}", id="dialect-not-written", found=self.name)
+
+
+@FORMATS.register("gguf-dflash2")
+class GgufDFlash2(GgufRelative):
+    """DFlash 2 in GGUF."""
+
+    title: ClassVar[str] = "DFlash 2, GGUF of llama.cpp"
+    difference: ClassVar[str] = "convolutions and a candidate selector"
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        found = next((key for key in DFLASH2_KEYS if look_up(config, key) not in (MISSING, 0)), None)
+        return None if super().evidence(config, tensor_names) is None or found is None else f"the metadata has {found}"
+
+
+@FORMATS.register("gguf-dspark")
+class GgufDSpark(GgufRelative):
+    """DSpark in GGUF."""
+
+    title: ClassVar[str] = "DSpark, GGUF of llama.cpp"
+    difference: ClassVar[str] = "a Markov head"
+
+    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
+        if super().evidence(config, tensor_names) is None:
+            return None
+        if look_up(config, ARCHITECTURE_KEY) == "dspark":
+            return f"{ARCHITECTURE_KEY} is 'dspark'"
+        return f"it has the tensor {MARKOV}" if MARKOV in tensor_names else None
+
+
+def _dtype(config: Mapping[str, Any]) -> Any:
+    """The element type that the file states for its matrices; MISSING for a quantised type."""
+    stated = look_up(config, f"{OWN}dtype")
+    number = look_up(config, FILE_TYPE)
+    by_number = {value: name for name, value in FILE_TYPES.items()}
+    return by_number.get(number, MISSING) if stated is MISSING and is_int(number) else stated
+
+
+def _windows(config: Mapping[str, Any]) -> Json:
+    """The decoder keys of the windows. Without a window every layer has full attention."""
+    window, pattern, count = look_up(config, WINDOW), look_up(config, PATTERN), look_up(config, "dflash.block_count")
+    if window in (MISSING, 0) or not isinstance(pattern, list):
+        return {"layer_types": [FULL] * min(count, 10_000)} if is_int(count) and count > 0 else {}
+    kinds = [SLIDING if item is True or item == 1 else FULL for item in pattern]
+    return {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
+
+
+def _check_windows(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse a window without the list of its layers, and such a list without a window.
+
+    Raises:
+        InvalidConfig: the key that is missing or wrong.
+    """
+    window, pattern = look_up(config, WINDOW), look_up(config, PATTERN)
+    has_window = window not in (MISSING, 0)
+    if has_window and not isinstance(pattern, list):
+        raise InvalidConfig(PATTERN, pattern, "true or false for each layer, because a window is stated", path=path)
+    if not has_window and isinstance(pattern, list) and any(item is True or item == 1 for item in pattern):
+        raise InvalidConfig(WINDOW, window, "the window of the layers that slide", path=path)
+
+
+def _read_windows(body: Mapping[str, Any], num_layers: int, path: Path) -> tuple[int | None, ...]:
+    kinds = read_layer_types(body, num_layers, path)
+    window = require_int(body, "sliding_window", path) if SLIDING in kinds else None
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _integer(config: Mapping[str, Any], key: str, path: Path) -> int:
+    return require_int({key: look_up(config, key)}, key, path)
+
+
+def _read_taps(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    """The tapped layers as outputs numbered from 0."""
+    found = look_up(config, TAPS)
+    if not isinstance(found, list) or not found or not all(is_int(item) for item in found):
+        raise InvalidConfig(TAPS, found, "a list of layers", path=path)
+    if min(found) < 1:
+        expected = "layers of 1 or more: llama.cpp taps the input of a layer, the output of the one before it"
+        raise InvalidConfig(TAPS, found, expected, path=path)
+    return tuple(item - 1 for item in found)
+
+
+def _rope_scaling(config: Mapping[str, Any]) -> Json | None:
+    """The rope_scaling object that says the same, None for a plain rope."""
+    stated = as_object(look_up(config, SCALING))
+    kind = stated.get("type")
+    if not isinstance(kind, str) or kind == "none":
+        return None
+    return {"rope_type": kind} | {name: stated[key] for name, key in ROPE_NAMES.items() if key in stated}
+
+
+def _write_rope(rope: RopeConfig) -> Json:
+    """The keys under `dflash.rope.scaling`.
+
+    Raises:
+        LossyConversion: llama.cpp has no such rope, or computes a parameter in another way.
+    """
+    if rope.kind == "default" and not rope.params:
+        return {}
+    known = ROPE_KINDS.get(rope.kind)
+    strange = None if known is None else next((name for name in rope.params if name not in known), None)
+    if known is None or strange is not None:
+        raise cannot_state("rope_scaling", {"rope_type": rope.kind, **rope.params}, Gguf.title)
+    for name, value in rope.params.items():
+        _float32(name, value)
+    length = "original_max_position_embeddings"
+    return {"type": rope.kind} | {
+        ROPE_NAMES[name]: value if name == length else float(value) for name, value in rope.params.items()
+    }
+
+
+def _float32(field: str, value: float) -> None:
+    """Refuse a number that GGUF would round. A decimal fraction such as 1e-6 reads back as it is.
+
+    Raises:
+        LossyConversion: the number has more digits than 32 bits hold.
+    """
+    stored = to_float32(float(value))
+    if stored is None or shortest(stored) != value:
+        text = f"{field} {value}: GGUF holds it in 32 bits, as {stored}"
+        raise LossyConversion(text, id="number-rounded", field=field, found=value)
+
+
+def _nested_native(carried: Mapping[str, Any]) -> Json:
+    nested = prefixed_keys(carried, "dflash_config.")
+    return {"dflash_config": nested} if nested else {}
+
+
+def _carried(config: Mapping[str, Any]) -> Json:
+    """The keys that a conversion to GGUF carried along, under their names before it."""
+    stored = as_object(look_up(config, CARRIED))
+    nested = as_object(stored.get("dflash_config"))
+    plain = {key: value for key, value in stored.items() if key != "dflash_config"}
+    return {**plain, **{f"dflash_config.{key}": value for key, value in nested.items()}}
+
+
+def _unknown(config: Mapping[str, Any]) -> list[str]:
+    """The dotted keys under `dflash` that this dialect does not read."""
+    found: list[str] = []
+    waiting = [("dflash", as_object(config.get("dflash")))]
+    while waiting:
+        prefix, stated = waiting.pop()
+        for name, value in stated.items():
+            key = f"{prefix}.{name}"
+            if isinstance(value, dict) and set(value) != {"count"}:
+                waiting.append((key, value))
+            elif key not in READ and key not in UNSERVED:
+                found.append(key)
+    return sorted([*found, *(key for key in config if key.startswith("dflash."))])
