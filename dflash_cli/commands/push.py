@@ -107,7 +107,7 @@ def push(request: PushRequest) -> "PushResult":
         GateFailed: the draft fails its check, the result is another draft's, the hub has other weights, or the branch
             moved.
         UsageError, UnsupportedError: the folder has files that are not published.
-        CheckpointNotFound: the draft is absent, there is no token, or the hub refuses or does not answer.
+        CheckpointNotFound: the draft or the token is absent, or the hub refuses or does not answer.
     """
     plan = _plan(request)
     return plan.run(request.message, is_pull_request=request.create_pr) if request.yes else plan.result

@@ -204,7 +204,8 @@ def find_serve_commands(
 def _refusal(engine: ServingEngine, verdict: Verdict, report: Report, subject: Subject) -> Refusal | None:
     """The refusal of a serve command: the engine does not support the draft, or the draft is faulty; else None."""
     if verdict.outcome == "unknown":
-        text = f"{verdict.engine}: dflash prints no command for {subject.format.title} drafts"
+        unread = f"{verdict.engine}: dflash prints no command for {subject.format.title} drafts"
+        text = verdict.text if verdict.kind else unread
         return UnsupportedError(text, id="no-serve-command", found=subject.format.name)
     if verdict.outcome != "stops":
         return None

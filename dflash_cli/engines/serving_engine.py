@@ -60,7 +60,7 @@ class ServedPair:
     `schedule` lists (smallest batch, largest batch, K) if different batch sizes need different K. An engine without
     such a setting uses `num_draft_tokens`. `is_chain` says that the draft proposes one token after another. `settings`
     are vLLM's settings of speculative decoding beside method, model and number of tokens. `target_layer_ids` and
-    `mask_token_id` are those of a config that dflash reads.
+    `mask_token_id` come from a config that dflash reads.
     """
 
     draft: str

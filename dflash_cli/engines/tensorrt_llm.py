@@ -67,7 +67,7 @@ class TensorrtLlm(ServingEngine):
     """
 
     def judges(self, dialect: Format) -> bool:
-        """Only DFlash drafts. It has decoding types for DSpark, EAGLE-3, MTP and others, whose code was not read."""
+        """Only DFlash drafts. The code behind the decoding types for DSpark, EAGLE-3, MTP and others was not read."""
         return dialect.family == Format.family and not isinstance(dialect, Kind)
 
     def causality(self, subject: Subject) -> tuple[bool, ...]:

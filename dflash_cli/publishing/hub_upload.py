@@ -1,4 +1,4 @@
-"""What a hub repository holds, and one commit to it. Each refusal of the hub has its id.
+"""Files of a hub repository, and one commit to it. Each refusal of the hub has its id.
 
 Large files go to the hub before the commit. A push that was interrupted sends only the large files that the hub lacks.
 """
@@ -59,7 +59,7 @@ def require_access() -> None:
 
     Raises:
         HubUnreachable: offline mode is on.
-        CheckpointNotFound: there is no token.
+        CheckpointNotFound: the token is absent.
     """
     from huggingface_hub import get_token
     from huggingface_hub.constants import HF_HUB_OFFLINE

@@ -15,7 +15,7 @@ class Verdict:
 
     engine      the engine with its release, such as `vllm 0.33`; `name` is the engine alone
     outcome     the worst outcome of the findings. For a draft of a kind without a table: "serves" if the engine has a
-                model for it, else "stops"; "unknown" if the kind, or the engine's code for the kind, is not known
+                model for it, else "stops". "unknown" if the kind or the engine's code for it is not known
     reasons     the ids of the rules with that outcome
     trained     causality of each layer as the config is read; None if it cannot be read
     is_stated   whether the config states the causality

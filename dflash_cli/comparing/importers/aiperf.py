@@ -18,7 +18,7 @@ class AiperfRecords(ResultFormat):
 
     Conversations of two results are paired if they have the same name and prompt length.
 
-    Histograms and counts leave out the bonus token. TensorRT-LLM's steps are those that drafted.
+    Histograms and counts leave out the bonus token. For TensorRT-LLM only steps that drafted are counted.
 
     Source: AIPerf 0.13, `SpecDecodeAcceptanceRecord` (src/aiperf/common/models/spec_decode_models.py at 0786f0ca),
     `MetricRecordMetadata` (record_models.py at 017c63d2), spec_decode/trtllm_adapter.py at 038b7df1.

@@ -45,7 +45,7 @@ class SglangBench(ResultFormat):
 
 
 def _server_facts(server: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of the server's settings. SGLang counts the anchor as a draft token. A tree of drafts has no one K."""
+    """Facts of the server's settings. SGLang counts the anchor as a draft token. K is left out for a tree of drafts."""
     found = {"target": server.get("model_path"), "serving_engine": "sglang"}
     num_rows = server.get("speculative_num_draft_tokens")
     if is_int(num_rows) and server.get("speculative_eagle_topk") in (None, 1):

@@ -32,7 +32,7 @@ HumanEval,100.0,200.0,120.0,2.2,0.8,0.4
 qa,300.0,600.0,240.0,1.8,0.6,0.2
 """  # speculators, scripts/evaluate/perf_utils.py: acceptance_csv_columns, CsvWriter
 GUIDELLM = {"benchmarks": [{"config": {"strategy": {"type_": "throughput"}}, "metrics": {}}]}
-AIPERF = {  # aiperf 0.13, profile_export_aiperf.json
+AIPERF: dict[str, Any] = {  # aiperf 0.13, profile_export_aiperf.json
     "schema_version": "1.1", "request_count": {"unit": "requests", "avg": 64.0},
     "total_spec_decode_steps": {"unit": "count", "avg": 100.0},
     "total_accepted_draft_tokens": {"unit": "tokens", "avg": 140.0},
@@ -40,7 +40,7 @@ AIPERF = {  # aiperf 0.13, profile_export_aiperf.json
 }  # fmt: skip
 
 
-SGLANG = {  # SGLang 00f9ec47, python/sglang/benchmark/serving.py: the result of `benchmark`, without --output-details
+SGLANG: dict[str, Any] = {  # SGLang 00f9ec47, sglang/benchmark/serving.py: `benchmark`, without --output-details
     "tag": None, "backend": "sglang-oai", "dataset_name": "sharegpt", "request_rate": "inf", "max_concurrency": 8,
     "server_info": {
         "model_path": "org/target", "speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 8,
@@ -50,11 +50,11 @@ SGLANG = {  # SGLang 00f9ec47, python/sglang/benchmark/serving.py: the result of
     "duration": 41.5, "completed": 80, "total_input_tokens": 9000, "total_output_tokens": 20000,
     "request_throughput": 1.93, "mean_ttft_ms": 52.0, "accept_length": 3.2, "max_concurrent_requests": 8,
 }  # fmt: skip
-MLX_RUN = {  # dflash-mlx, benchmark/results/qwen3-5-9b-1024.json at 26cb2553: the figures of one run
+MLX_RUN: dict[str, Any] = {  # dflash-mlx, benchmark/results/qwen3-5-9b-1024.json at 26cb2553: the figures of one run
     "ttft_ms": 529.25, "generation_tps": 125.9, "tokens_per_cycle": 9.061946902654867, "cycles": 113,
     "acceptance_ratio": 0.8896484375, "acceptance_first_20_avg": 7.4, "acceptance_last_20_avg": 11.5,
 }  # fmt: skip
-MLX = {  # the same file, with a shorter prompt
+MLX: dict[str, Any] = {  # the same file, with a shorter prompt
     "hardware": {"chip": "Apple M5 Max", "mlx_version": "0.31.1"},
     "config": {
         "target_model": "Qwen/Qwen3.5-9B", "draft_model": "z-lab/Qwen3.5-9B-DFlash", "max_new_tokens": 1024,
@@ -68,7 +68,7 @@ MLX = {  # the same file, with a shorter prompt
 def mlx_suite(*runs: dict[str, Any], **config: Any) -> dict[str, Any]:
     """results.json of dflash-mlx ec6bacd9 with a prompt for each run."""
     known = {"model": "m", "draft": "d", "max_tokens": 64, "block_tokens": 16, "copyspec_mode": "off", **config}
-    prompts = [
+    prompts: list[dict[str, Any]] = [
         {"config": {**known, "prompt": f"p{index}", "prompt_id": f"id{index}"}, "runs": [{"run": 1, "dflash": run}]}
         for index, run in enumerate(runs)
     ]
@@ -76,11 +76,11 @@ def mlx_suite(*runs: dict[str, Any], **config: Any) -> dict[str, Any]:
     return {"hardware": {}, "config": known, "prompts": prompts, "runs": flat, "summary": {}}
 
 
-SWEEP_RUN = {
+SWEEP_RUN: dict[str, Any] = {
     "latency": 20.0, "output_throughput": 90.0, "accept_length": 4.1, "accuracy": 0.8, "num_questions": 80,
     "num_valid_predictions": 80, "categorical_performance": None,
 }  # fmt: skip
-SWEEP = {  # SpecForge a6b6b023, benchmarks/bench_eagle3.py: one data set, one setting, one run
+SWEEP: dict[str, Any] = {  # SpecForge a6b6b023, benchmarks/bench_eagle3.py: one data set, one setting, one run
     "model": "org/draft",
     "gsm8k": [
         {"batch_size": 8, "steps": 7, "topk": 1, "num_draft_tokens": 8, "metrics": [SWEEP_RUN], "num_samples": 80}
@@ -196,7 +196,7 @@ def test_specforge_gives_a_mean_by_sglangs_definition(tmp_path: Path) -> None:
 
 
 def test_sglangs_bench_gives_a_mean_since_the_start_of_the_server(tmp_path: Path) -> None:
-    """SGLang's 8 draft tokens count the anchor. A tree of drafts has no one number of draft tokens."""
+    """SGLang's 8 draft tokens count the anchor. For a tree of drafts the number of draft tokens is left out."""
     result = read(tmp_path, SGLANG)
     assert (result.acceptance_len, result.conversations) == (3.2, ())
     assert "since the server's start" in result.definition
@@ -207,7 +207,7 @@ def test_sglangs_bench_gives_a_mean_since_the_start_of_the_server(tmp_path: Path
 
 
 def test_dflash_mlx_has_steps_and_accepted_tokens(tmp_path: Path) -> None:
-    """Its acceptance_ratio is accepted / generated tokens: 911 of 1024 in 113 steps, whose tokens sum up to 1024."""
+    """The ratio of dflash-mlx is accepted / generated tokens: 911 of 1024 in 113 steps, and 113 + 911 = 1024."""
     result = read(tmp_path, MLX)
     assert result.acceptance_len == pytest.approx(1 + 911 / 113)
     assert [(item.name, item.num_tokens, item.num_steps) for item in result.conversations] == [("f", 3 * 1024, 3 * 113)]
