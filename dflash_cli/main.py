@@ -195,6 +195,16 @@ COMMANDS = {
         ),
         docs="publishing",
     ),
+    "push": Entry(
+        section=DEPLOY,
+        summary="Upload a checked draft to the hub, with its card and profile.",
+        examples=(
+            "dflash push ./draft my-org/draft --result result.json --dry-run",
+            "dflash push ./draft my-org/draft --result result.json --private --yes",
+        ),
+        docs="publishing",
+        also=("upload",),
+    ),
     "schema": Entry(
         section=ABOUT,
         summary="Print the JSON Schema of a command's --json document.",

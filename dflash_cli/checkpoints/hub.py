@@ -83,7 +83,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
         if isinstance(error.__cause__, errors.HfHubHTTPError):
             raise _refusal(repo, error.__cause__) from error
         raise HubUnreachable(
-            "not in the local cache, and the hub cannot be reached", id="not-cached", path=repo, hint=_how_to_connect()
+            "not in the local cache, and the hub cannot be reached", id="not-cached", path=repo, hint=how_to_connect()
         ) from error
     except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
         raise _refusal(repo, error) from error
@@ -98,7 +98,7 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
 
 def _unreachable(repo: str, error: Exception) -> HubUnreachable:
     """The error for a connection that fails: at the proxy, at the certificate, or at the hub."""
-    id, hint = "hub-unreachable", _how_to_connect()
+    id, hint = "hub-unreachable", how_to_connect()
     if type(error).__name__ == "ProxyError":
         id, hint = "proxy-unreachable", "check HTTPS_PROXY; NO_PROXY lists hosts that need no proxy"
     elif "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -106,7 +106,7 @@ def _unreachable(repo: str, error: Exception) -> HubUnreachable:
     return HubUnreachable(f"the hub cannot be reached ({type(error).__name__})", id=id, path=repo, hint=hint)
 
 
-def _how_to_connect() -> str:
+def how_to_connect() -> str:
     """The hint for an unreachable hub: names the variable that turned offline mode on, or proxies that are set."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -156,7 +156,7 @@ def download_snapshot(
 
     if not is_local:
         _announce(repo, revision, patterns, repo_type)
-    with _bars(is_shown=sys.stderr.isatty() and not console.is_quiet()):
+    with bars(is_shown=sys.stderr.isatty() and not console.is_quiet()):
         try:
             snapshot = snapshot_download(
                 repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, local_files_only=is_local
@@ -171,7 +171,7 @@ def _announce(repo: str, revision: str | None, patterns: list[str], repo_type: s
     from huggingface_hub import snapshot_download
 
     try:
-        with _bars(is_shown=False):
+        with bars(is_shown=False):
             files = snapshot_download(
                 repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, dry_run=True
             )
@@ -180,11 +180,11 @@ def _announce(repo: str, revision: str | None, patterns: list[str], repo_type: s
     missing = [item for item in files if item.will_download]
     if missing:
         size = sum(item.file_size or 0 for item in missing)
-        console.status(f"downloading {repo}: {_size(size)} in {plural(len(missing), 'file')}")
+        console.status(f"downloading {repo}: {size_text(size)} in {plural(len(missing), 'file')}")
 
 
 @contextmanager
-def _bars(*, is_shown: bool) -> Iterator[None]:
+def bars(*, is_shown: bool) -> Iterator[None]:
     """Show or hide the hub's progress bars in the block, unless HF_HUB_DISABLE_PROGRESS_BARS decides."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -198,7 +198,7 @@ def _bars(*, is_shown: bool) -> Iterator[None]:
         enable_progress_bars()
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     """`16.4 GB`, in units of 1,000 as the hub counts."""
     size = float(num_bytes)
     for unit in ("bytes", "kB", "MB"):

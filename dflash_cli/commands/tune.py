@@ -65,7 +65,7 @@ class TuningRequest(
         tuple[str, ...],
         Option(
             short="-e", metavar="NAME[@RELEASE],...", group=DRAFTING, is_setting=False,
-            help="Engines to print settings for, also tensorrt-llm.",
+            help="Engines to print commands for.",
         ),
     ] = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")  # fmt: skip
     rounds: Annotated[
@@ -156,9 +156,8 @@ def command(request: TuningRequest) -> None:
 
 def _check_engines(names: tuple[str, ...]) -> None:
     from dflash_cli.engines.serving_engine import parse_engines
-    from dflash_cli.tuning.tensorrt_llm import without
 
-    parse_engines(without(",".join(names)))
+    parse_engines(",".join(names))
 
 
 class _Shown:

@@ -30,7 +30,7 @@ def engine_has_the_model(subject: Subject) -> Iterator[Problem]:
     found = named_architectures(subject.config) if kind is None else [kind[1]]
     for engine in subject.plan.engines:
         assert isinstance(engine, ServingEngine)
-        reads = isinstance(subject.format, engine.reads)
+        reads = isinstance(subject.format, engine.reads) and engine.judges(subject.format)
         if reads and not engine.serves_kind(subject.format, subject.config):
             family = subject.format.title.partition(",")[0]
             message = f"found {', '.join(found) or 'no architecture'}, for which {engine} has no {family} model"

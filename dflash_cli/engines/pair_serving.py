@@ -75,6 +75,7 @@ class JudgedPair:
             )
         limit, named = subject.stated.body.get("max_position_embeddings"), named_architectures(subject.config)
         kind = subject.format if isinstance(subject.format, Kind) else None
+        config = subject.parsed.config if subject.parsed is not None else None
         flags = {item.serve_flag for item in self.report.findings} | (kind.serve_flags if kind is not None else set())
         return ServedPair(
             draft=subject.served_name,
@@ -87,6 +88,8 @@ class JudgedPair:
             architecture=named[0] if subject.is_other_kind and named else None,
             is_chain=kind is not None and kind.is_chain,
             settings=kind.serve_settings if kind is not None else {},
+            target_layer_ids=config.target_layer_ids if config is not None else (),
+            mask_token_id=config.mask_token_id if config is not None else None,
         )
 
     def _most_draft_tokens(self) -> int:
@@ -201,7 +204,8 @@ def find_serve_commands(
 def _refusal(engine: ServingEngine, verdict: Verdict, report: Report, subject: Subject) -> Refusal | None:
     """The refusal of a serve command: the engine does not support the draft, or the draft is faulty; else None."""
     if verdict.outcome == "unknown":
-        text = f"{verdict.engine}: dflash prints no command for {subject.format.title} drafts"
+        unread = f"{verdict.engine}: dflash prints no command for {subject.format.title} drafts"
+        text = verdict.text if verdict.kind else unread
         return UnsupportedError(text, id="no-serve-command", found=subject.format.name)
     if verdict.outcome != "stops":
         return None

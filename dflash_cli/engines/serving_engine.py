@@ -59,7 +59,8 @@ class ServedPair:
 
     `schedule` lists (smallest batch, largest batch, K) if different batch sizes need different K. An engine without
     such a setting uses `num_draft_tokens`. `is_chain` says that the draft proposes one token after another. `settings`
-    are vLLM's settings of speculative decoding beside method, model and number of tokens.
+    are vLLM's settings of speculative decoding beside method, model and number of tokens. `target_layer_ids` and
+    `mask_token_id` come from a config that dflash reads.
     """
 
     draft: str
@@ -73,6 +74,8 @@ class ServedPair:
     method: str = "dflash"
     is_chain: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
+    target_layer_ids: tuple[int, ...] = ()
+    mask_token_id: int | None = None
 
     @property
     def context_limit(self) -> int | None:
@@ -180,6 +183,10 @@ class ServingEngine:
             EngineStops: the key at which it stops.
         """
         return None
+
+    def judges(self, dialect: Format) -> bool:
+        """Whether dflash knows if the engine serves drafts of this kind and family. If not, the verdict says so."""
+        return True
 
     def refuses_kind(self, dialect: Format, config: Mapping[str, Any]) -> str | None:
         """The reason why this release does not serve a draft of another kind; None if it serves it."""

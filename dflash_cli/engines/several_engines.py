@@ -95,14 +95,14 @@ def dialect_is_read(subject: Subject) -> Iterator[Problem]:
 
 @check(
     "S17",
-    effect="transformers and llama.cpp use the target's head and ignore the draft's head and id map",
+    effect="transformers, llama.cpp and TensorRT-LLM use the target's head and ignore the draft's head and id map",
     fix=FIX_VLLM,
-    source="z-lab/dflash model.py; ggml-org/llama.cpp src/models/dflash.cpp",
+    source="z-lab/dflash model.py; ggml-org/llama.cpp src/models/dflash.cpp; TensorRT-LLM modeling_dflash.py, 009d8fa4",
     outcome="drops",
     engines=LIKE_THE_REFERENCE,
 )
 def head_is_the_targets(subject: Subject) -> Iterator[Problem]:
-    """A draft for transformers or llama.cpp proposes over the target's whole vocabulary."""
+    """A draft for transformers, llama.cpp or TensorRT-LLM proposes over the target's whole vocabulary."""
     yield from reduced_vocabulary(subject)
 
 

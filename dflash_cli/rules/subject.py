@@ -62,6 +62,9 @@ class NamedEngine(Protocol):
     def served_layout(self, subject: "Subject") -> bool | None:
         """Whether the engine serves blocks of the draft anchor-first; None if it is not known."""
 
+    def judges(self, dialect: Format) -> bool:
+        """Whether it is known if the engine serves drafts of this kind and family."""
+
     def serves_kind(self, dialect: Format, config: Mapping[str, Any]) -> bool:
         """Whether the engine has a model for a draft of another kind or family."""
 

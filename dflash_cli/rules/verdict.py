@@ -15,7 +15,7 @@ class Verdict:
 
     engine      the engine with its release, such as `vllm 0.33`; `name` is the engine alone
     outcome     the worst outcome of the findings. For a draft of a kind without a table: "serves" if the engine has a
-                model for it, else "stops"; "unknown" if the kind is not known
+                model for it, else "stops". "unknown" if the kind or the engine's code for it is not known
     reasons     the ids of the rules with that outcome
     trained     causality of each layer as the config is read; None if it cannot be read
     is_stated   whether the config states the causality
@@ -38,6 +38,10 @@ class Verdict:
     def text(self) -> str:
         """`vllm 0.33: loads, runs 5 of 5 layers causally (trained with 0 of 5 causal) -> acceptance drops (C20)`."""
         because = f" ({', '.join(self.reasons)})" if self.reasons else ""
+        if self.outcome == "unknown" and self.kind:
+            return (
+                f"{self.engine}: not known whether it serves {self.kind} drafts; dflash has not read its code for them"
+            )
         if self.outcome == "unknown":
             return f"{self.engine}: not judged, since the draft is not a DFlash draft{because}"
         if self.kind and self.is_checked and self.outcome != "stops":
@@ -68,6 +72,8 @@ def judge(subject: Subject, findings: Sequence[Finding]) -> tuple[Verdict, ...]:
 
 
 def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -> Verdict:
+    if not engine.judges(subject.format):
+        return Verdict(engine=str(engine), name=engine.name, outcome="unknown", reasons=(), kind=subject.format.title)
     about = [item for item in findings if item.severity == "error" and item.concerns(engine.name)]
     identity = tuple(dict.fromkeys(item.id for item in about if item.stage == "identity"))
     if subject.kind_reading is not None:

@@ -188,6 +188,13 @@ def error_text(text: str) -> None:
         discard(sys.stderr)
 
 
+def confirm(question: str) -> bool:
+    """Ask on stderr, and read the answer from stdin. Only `y` and `yes` agree; the end of stdin does not."""
+    sys.stderr.write(f"{safe_line(question)} [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
     """Print a table on stdout. Columns of numbers are right-aligned, other columns left-aligned."""
     rows = [[_encodable(safe_line(str(cell))) for cell in row] for row in rows]

@@ -3,12 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from dflash_cli.checkpoints.pair_references import complete_pair, served_name
+from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
 from dflash_cli.engines.pair_serving import JudgedPair, judge_pair
 from dflash_cli.engines.serving_engine import ServingEngine, parse_engines
-from dflash_cli.tuning.tensorrt_llm import NAME as TENSORRT_LLM
-from dflash_cli.tuning.tensorrt_llm import speculative_settings, without
 
 Schedule = tuple[tuple[int, int, int], ...]
 
@@ -25,19 +23,15 @@ class EngineSettings:
 def tuned_engines(
     engines: str, draft: str, target: str, num_draft_tokens: int, schedule: Schedule
 ) -> list[EngineSettings]:
-    """Return the settings, or the refusal, of each engine in a list such as `vllm,tensorrt-llm`.
+    """Return the settings, or the refusal, of each engine in a list such as `vllm,sglang`.
 
     A schedule with the same K for all batch sizes is left out.
     """
     several = schedule if len(schedule) > 1 else ()
     pair = complete_pair(draft, target, find=find_checkpoint)
-    named = parse_engines(without(engines))
+    named = parse_engines(engines)
     judged = judge_pair(pair, named, num_draft_tokens)
-    rows = [_row(engine, judged, several) for engine in named]
-    if without(engines) != engines:
-        text = speculative_settings(served_name(draft, judged.locations[0]), num_draft_tokens, several)
-        rows.append(EngineSettings(TENSORRT_LLM, text))
-    return rows
+    return [_row(engine, judged, several) for engine in named]
 
 
 def _row(engine: ServingEngine, judged: JudgedPair, schedule: Schedule) -> EngineSettings:

@@ -18,7 +18,10 @@ class AiperfRecords(ResultFormat):
 
     Conversations of two results are paired if they have the same name and prompt length.
 
-    Source: AIPerf 0.13, `SpecDecodeAcceptanceRecord` and `MetricRecordMetadata`.
+    Histograms and counts leave out the bonus token. For TensorRT-LLM only steps that drafted are counted.
+
+    Source: AIPerf 0.13, `SpecDecodeAcceptanceRecord` (src/aiperf/common/models/spec_decode_models.py at 0786f0ca),
+    `MetricRecordMetadata` (record_models.py at 017c63d2), spec_decode/trtllm_adapter.py at 038b7df1.
     """
 
     title: ClassVar[str] = "AIPerf profile_export.jsonl"
@@ -35,12 +38,19 @@ class AiperfRecords(ResultFormat):
                 id="no-acceptance",
             )
         records = [row[RECORD] for row in rows]
-        counts = _counts([record["acceptance_histogram"] for record in records], records[0].get("num_spec_tokens"))
+        bounds = {record.get("num_spec_tokens") for record in records}
+        longest = None if None in bounds else max(bounds)
+        counts = _counts([record["acceptance_histogram"] for record in records], longest)
+        is_named = all(row["metadata"].get("conversation_id") is not None for row in rows)
         return self.of_counts(
             file,
             counts,
-            conversations=_conversations(rows),
-            facts={"num_speculative_tokens": counts.num_speculative_tokens, "serving_engine": records[0]["engine"]},
+            conversations=_conversations(rows) if is_named else (),
+            why_no_rows=None if is_named else "AIPerf wrote no conversation_id, so prompts cannot be told apart",
+            facts={
+                **({"num_speculative_tokens": longest} if len(bounds) == 1 and longest else {}),
+                "serving_engine": ", ".join(sorted({record["engine"] for record in records})),
+            },
         )
 
 
@@ -55,6 +65,8 @@ class AiperfTotals(ResultFormat):
 
     def read(self, file: ResultFile) -> MeasuredResult:
         steps, accepted = (file.document[name]["avg"] for name in (STEPS, ACCEPTED))
+        if steps == 0:
+            raise file.refuse("the server drafted nothing during AIPerf's run", id="no-steps")
         histogram = file.document.get("pooled_spec_decode_acceptance_histogram")
         return self.of_length(
             file,
@@ -71,6 +83,8 @@ def _counts(histograms: Sequence[Mapping[str, int]], num_drafted: int | None) ->
     for histogram in histograms:
         pooled.update({int(accepted): num_steps for accepted, num_steps in histogram.items()})
     longest = num_drafted or max(pooled)
+    if max(pooled) > longest:
+        raise ValueError(f"a step accepted {max(pooled)} draft tokens, and num_spec_tokens is {longest}")
     if not 0 <= longest <= MAX_DRAFT_TOKENS:
         raise ValueError(f"{longest} draft tokens, expected at most {MAX_DRAFT_TOKENS}")
     return AcceptanceCounts(
@@ -95,7 +109,7 @@ def _conversation(name: str, rows: Sequence[Mapping[str, Any]]) -> ConversationC
     sizes = {
         row["metrics"]["input_sequence_length"]["value"]
         for row in rows
-        if row["metadata"]["turn_index"] == 0 and "input_sequence_length" in row["metrics"]
+        if row["metadata"].get("turn_index") == 0 and "input_sequence_length" in row["metrics"]
     }
     num_steps = sum(row[RECORD]["num_spec_steps"] for row in rows)
     return ConversationCounts(

@@ -9,7 +9,11 @@ FIELDS = ("backend", "dataset", "average_acceptance_length", "spec_verify_count"
 
 @RESULT_FORMATS.register("specforge")
 class SpecForgeBenchmark(ResultFormat):
-    """Source: `specforge/benchmarks/sglang.py` of SpecForge, 2026-08-08."""
+    """The mean over prompts of SGLang's `spec_accept_length`: answer tokens / steps, first token included.
+
+    A prompt without verify steps counts as 0 there. Source: specforge/benchmarks/sglang.py of SpecForge at a6b6b023;
+    `_calculate_spec_decoding_metrics` of SGLang's tokenizer manager.
+    """
 
     title: ClassVar[str] = "specforge benchmark"
 

@@ -81,7 +81,7 @@ def _another_kind(subject: Subject, kind: Kind, evidence: str) -> Iterator[Probl
     """An error about each named engine that does not serve the kind, and a sentence about the draft."""
     location = subject.location("architectures")
     for engine in subject.plan.engines:
-        reason = engine.refuses_kind(kind, subject.config)
+        reason = engine.refuses_kind(kind, subject.config) if engine.judges(kind) else None
         if reason is not None:
             yield Problem(
                 location,

@@ -32,11 +32,59 @@ HumanEval,100.0,200.0,120.0,2.2,0.8,0.4
 qa,300.0,600.0,240.0,1.8,0.6,0.2
 """  # speculators, scripts/evaluate/perf_utils.py: acceptance_csv_columns, CsvWriter
 GUIDELLM = {"benchmarks": [{"config": {"strategy": {"type_": "throughput"}}, "metrics": {}}]}
-AIPERF = {  # aiperf 0.13, profile_export_aiperf.json
+AIPERF: dict[str, Any] = {  # aiperf 0.13, profile_export_aiperf.json
     "schema_version": "1.1", "request_count": {"unit": "requests", "avg": 64.0},
     "total_spec_decode_steps": {"unit": "count", "avg": 100.0},
     "total_accepted_draft_tokens": {"unit": "tokens", "avg": 140.0},
     "pooled_spec_decode_acceptance_histogram": {"0": 40, "1": 20, "3": 40},
+}  # fmt: skip
+
+
+SGLANG: dict[str, Any] = {  # SGLang 00f9ec47, sglang/benchmark/serving.py: `benchmark`, without --output-details
+    "tag": None, "backend": "sglang-oai", "dataset_name": "sharegpt", "request_rate": "inf", "max_concurrency": 8,
+    "server_info": {
+        "model_path": "org/target", "speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 8,
+        "speculative_eagle_topk": None, "version": "0.5.23",
+        "internal_states": [{"last_gen_throughput": 90.0, "avg_spec_accept_length": 3.2}],
+    },
+    "duration": 41.5, "completed": 80, "total_input_tokens": 9000, "total_output_tokens": 20000,
+    "request_throughput": 1.93, "mean_ttft_ms": 52.0, "accept_length": 3.2, "max_concurrent_requests": 8,
+}  # fmt: skip
+MLX_RUN: dict[str, Any] = {  # dflash-mlx, benchmark/results/qwen3-5-9b-1024.json at 26cb2553: the figures of one run
+    "ttft_ms": 529.25, "generation_tps": 125.9, "tokens_per_cycle": 9.061946902654867, "cycles": 113,
+    "acceptance_ratio": 0.8896484375, "acceptance_first_20_avg": 7.4, "acceptance_last_20_avg": 11.5,
+}  # fmt: skip
+MLX: dict[str, Any] = {  # the same file, with a shorter prompt
+    "hardware": {"chip": "Apple M5 Max", "mlx_version": "0.31.1"},
+    "config": {
+        "target_model": "Qwen/Qwen3.5-9B", "draft_model": "z-lab/Qwen3.5-9B-DFlash", "max_new_tokens": 1024,
+        "block_tokens": 16, "prompt": "If f(1) = 1, find f.", "prompt_tokens": 92, "prompt_id": "f", "repeat": 3,
+    },
+    "runs": [{"run": number, "dflash": MLX_RUN, "speedup": 4.06} for number in (1, 2, 3)],
+    "summary": {"acceptance_ratio_median": 0.8896484375},
+}  # fmt: skip
+
+
+def mlx_suite(*runs: dict[str, Any], **config: Any) -> dict[str, Any]:
+    """results.json of dflash-mlx ec6bacd9 with a prompt for each run."""
+    known = {"model": "m", "draft": "d", "max_tokens": 64, "block_tokens": 16, "copyspec_mode": "off", **config}
+    prompts: list[dict[str, Any]] = [
+        {"config": {**known, "prompt": f"p{index}", "prompt_id": f"id{index}"}, "runs": [{"run": 1, "dflash": run}]}
+        for index, run in enumerate(runs)
+    ]
+    flat = [item | {"prompt_id": "x"} for report in prompts for item in report["runs"]]
+    return {"hardware": {}, "config": known, "prompts": prompts, "runs": flat, "summary": {}}
+
+
+SWEEP_RUN: dict[str, Any] = {
+    "latency": 20.0, "output_throughput": 90.0, "accept_length": 4.1, "accuracy": 0.8, "num_questions": 80,
+    "num_valid_predictions": 80, "categorical_performance": None,
+}  # fmt: skip
+SWEEP: dict[str, Any] = {  # SpecForge a6b6b023, benchmarks/bench_eagle3.py: one data set, one setting, one run
+    "model": "org/draft",
+    "gsm8k": [
+        {"batch_size": 8, "steps": 7, "topk": 1, "num_draft_tokens": 8, "metrics": [SWEEP_RUN], "num_samples": 80}
+    ],
 }  # fmt: skip
 
 
@@ -147,6 +195,68 @@ def test_specforge_gives_a_mean_by_sglangs_definition(tmp_path: Path) -> None:
     assert result.facts == {"dataset": "gsm8k"}
 
 
+def test_sglangs_bench_gives_a_mean_since_the_start_of_the_server(tmp_path: Path) -> None:
+    """SGLang's 8 draft tokens count the anchor. For a tree of drafts the number of draft tokens is left out."""
+    result = read(tmp_path, SGLANG)
+    assert (result.acceptance_len, result.conversations) == (3.2, ())
+    assert "since the server's start" in result.definition
+    facts = {"dataset": "sharegpt", "target": "org/target", "serving_engine": "sglang"}
+    assert result.facts == facts | {"num_speculative_tokens": 7}
+    tree = SGLANG | {"server_info": {**SGLANG["server_info"], "speculative_eagle_topk": 4}}
+    assert read(tmp_path, tree).facts == facts
+
+
+def test_dflash_mlx_has_steps_and_accepted_tokens(tmp_path: Path) -> None:
+    """The ratio of dflash-mlx is accepted / generated tokens: 911 of 1024 in 113 steps, and 113 + 911 = 1024."""
+    result = read(tmp_path, MLX)
+    assert result.acceptance_len == pytest.approx(1 + 911 / 113)
+    assert [(item.name, item.num_tokens, item.num_steps) for item in result.conversations] == [("f", 3 * 1024, 3 * 113)]
+    assert result.facts == {
+        "draft": "z-lab/Qwen3.5-9B-DFlash", "target": "Qwen/Qwen3.5-9B", "num_speculative_tokens": 15,
+        "max_new_tokens": 1024,
+    }  # fmt: skip
+    assert "dflash-mlx" in result.definition
+
+
+def test_a_suite_of_dflash_mlx_has_a_row_for_each_prompt(tmp_path: Path) -> None:
+    """The limit cuts a block after a stop token only: 12 generated of 4 steps with 10 accepted tokens."""
+    cut = {**MLX_RUN, "cycles": 4, "tokens_per_cycle": 3.0, "acceptance_ratio": 10 / 12, "accepted_from_draft": 10}
+    result = read(tmp_path, mlx_suite(MLX_RUN, cut))
+    assert [(item.name, item.num_tokens, item.num_steps) for item in result.conversations] == [
+        ("id0", 1024, 113),
+        ("id1", 14, 4),
+    ]
+    assert result.acceptance_len == pytest.approx(1038 / 117)
+    assert len({item.digest for item in result.conversations}) == 2
+
+
+def test_the_sweep_of_specforge_pools_answer_tokens(tmp_path: Path) -> None:
+    result = read(tmp_path, SWEEP)
+    assert (result.acceptance_len, result.conversations) == (4.1, ())
+    assert "first token included" in result.definition
+    assert result.facts == {
+        "dataset": "gsm8k", "draft": "org/draft", "serving_engine": "sglang", "num_speculative_tokens": 7,
+    }  # fmt: skip
+    (entry,) = SWEEP["gsm8k"]
+    unknown = SWEEP | {"gsm8k": [{**entry, "steps": None, "topk": None, "num_draft_tokens": None}]}
+    assert "num_speculative_tokens" not in read(tmp_path, unknown).facts
+
+
+def test_aiperf_without_a_fixed_number_of_draft_tokens_or_names(tmp_path: Path) -> None:
+    """An engine with blocks of different lengths states no K. Requests without conversation_id are not one prompt."""
+    one, two = aiperf_record("a", 0, {"2": 5}), aiperf_record("b", 0, {"3": 5})
+    two["spec_decode_acceptance"]["num_spec_tokens"] = None
+    found = read(tmp_path, lines(one, two))
+    assert found.facts == {"serving_engine": "vllm"}
+    assert found.acceptance_len == 3.5
+    for row in (one, two):
+        row["metadata"].pop("conversation_id")
+        row["metadata"].pop("turn_index")
+    found = read(tmp_path, lines(one, two))
+    assert found.conversations == ()
+    assert "conversation_id" in str(found.why_no_rows)
+
+
 def test_speculators_gives_totals_of_all_subsets(tmp_path: Path) -> None:
     result = read(tmp_path, SPECULATORS)
     assert result.acceptance_len == 1 + 360 / 400
@@ -166,7 +276,21 @@ def test_speculators_gives_totals_of_all_subsets(tmp_path: Path) -> None:
     ),
     (specdec_bench(1.0) * 2, "several-runs", "2"),
     (SPECULATORS.splitlines()[0] + "\n", "malformed-result", "speculators' acceptance.csv"),
-    (AIPERF | {"total_spec_decode_steps": {"avg": 0.0}}, "malformed-result", "AIPerf profile_export_aiperf.json"),
+    (AIPERF | {"total_spec_decode_steps": {"avg": 0.0}}, "no-steps", "AIPerf"),
+    (lines(aiperf_record("a", 0, {"4": 1})), "malformed-result", "AIPerf profile_export.jsonl"),
+    (SGLANG | {"accept_length": None, "backend": "vllm"}, "no-acceptance", "vllm"),
+    (lines(SGLANG, SGLANG), "several-runs", "2"),
+    (mlx_suite({**MLX_RUN, "cycles": 0, "tokens_per_cycle": 0.0, "acceptance_ratio": 0.0}), "no-steps", "dflash-mlx"),
+    (mlx_suite(MLX_RUN, copyspec_mode="auto"), "mixed-drafts", "auto"),
+    (mlx_suite({**MLX_RUN, "acceptance_ratio": 0.88}), "malformed-result", "acceptance_ratio"),
+    (mlx_suite({**MLX_RUN, "cycles": 112, "tokens_per_cycle": 1024 / 112}), "malformed-result", "contradict"),
+    (mlx_suite({**MLX_RUN, "accepted_from_draft": 910}), "malformed-result", "contradict"),
+    (SWEEP | {"math500": SWEEP["gsm8k"]}, "several-runs", "gsm8k, math500"),
+    (
+        SWEEP | {"gsm8k": [{**SWEEP["gsm8k"][0], "metrics": [{**SWEEP_RUN, "accept_length": 1.0}]}]},
+        "no-acceptance",
+        "bench_eagle3.py",
+    ),
     ("", "unknown-result-format", ""),
     (lines({"settings": {}}) + "{broken\n" + lines({"index": 0}), "not-an-object", "result:2: "),
     ([], "unknown-result-format", ""),
@@ -227,6 +351,10 @@ def test_each_sample_is_recognised_by_one_format_only(tmp_path: Path) -> None:
         SPECULATORS,
         GUIDELLM,
         AIPERF,
+        SGLANG,
+        MLX,
+        mlx_suite(MLX_RUN),
+        SWEEP,
         lines(aiperf_record("a", 0, {"0": 5})),
         specdec_bench(1.0),
     ]

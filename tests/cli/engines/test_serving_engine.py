@@ -1,6 +1,7 @@
 """Engines are found through their registry, and no other file depends on an engine's name."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def test_only_the_file_of_an_engine_depends_on_its_name() -> None:
     names = {engine.name for engine in all_engines()}
     for file in PRODUCT.rglob("*.py"):
         place = file.relative_to(PRODUCT).as_posix()
-        foreign = names - {name for name in names if place == f"engines/{name.replace('.', '_')}.py"}
+        foreign = names - {name for name in names if place == f"engines/{re.sub('[.-]', '_', name)}.py"}
         found = {text for text in literals(file) if text.partition("@")[0] in foreign}
         is_other = not OTHER_MEANINGS.keys().isdisjoint((place, place.rpartition("/")[0]))
         assert not found or is_other, f"{place}: {sorted(found)}"

@@ -85,6 +85,18 @@ OTHER_RESULTS: tuple[Any, ...] = (
             "num_spec_steps": 3, "num_spec_tokens": 3,
         },
     },
+    {
+        "backend": "sglang", "dataset_name": "sharegpt", "accept_length": 3.2, "total_output_tokens": 2000,
+        "server_info": {"model_path": "org/m", "speculative_num_draft_tokens": 8, "speculative_eagle_topk": None},
+    },
+    {
+        "hardware": {}, "summary": {}, "config": {"model": "m", "draft": "d", "block_tokens": 16, "prompt": "p"},
+        "runs": [{"dflash": {"tokens_per_cycle": 3.5, "cycles": 4, "acceptance_ratio": 10 / 14}}],
+    },
+    {
+        "model": "org/draft",
+        "gsm8k": [{"batch_size": 8, "topk": 1, "num_draft_tokens": 8, "metrics": [{"accept_length": 4.1}]}],
+    },
     [{"Request_AL": {"0": {"0": 2.5}, "1": {"0": 3.5}}, "Average_AL": 3.0, "Acceptance_Length_Histogram": {"1": 3}}],
 )  # fmt: skip
 """Results in the layouts of other programs; tests of importers name their sources."""

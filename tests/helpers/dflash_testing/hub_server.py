@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from dflash_testing import checkpoints as support
+from dflash_testing.hub_uploads import MAIN, START, UploadAnswers, Uploads, tree_entry
 
-COMMIT = "1" * 40
+COMMIT = START
 REVISIONS = ("", "main", "v2", COMMIT)
 
 GONE = {
@@ -48,9 +49,17 @@ class LocalHub:
     asked: list[tuple[str, str | None]] = field(default_factory=list)
     url: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    uploads: Uploads = field(default_factory=Uploads)
 
     def add(self, repo: str, directory: Path) -> None:
         self.repos[repo] = {item.name: item.read_bytes() for item in directory.iterdir() if item.is_file()}
+
+    def head(self, repo: str, revision: str) -> str:
+        """The commit of a branch; every other name of a revision stands for the first commit."""
+        return self.uploads.heads.get((repo, revision or MAIN), revision if revision in self.uploads.files else COMMIT)
+
+    def files_at(self, repo: str, revision: str) -> dict[str, bytes]:
+        return self.uploads.files.get(self.head(repo, revision), self.repos[repo])
 
     def count(self, num_bytes: int) -> None:
         with self.lock:
@@ -61,7 +70,7 @@ class LocalHub:
         self.num_bytes, self.asked = 0, []
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(UploadAnswers, BaseHTTPRequestHandler):
     """Answers for the server's `hub`."""
 
     def log_message(self, *args: Any) -> None:
@@ -94,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
         if not repo:
             self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_body=with_body)
         elif "/tree/" in path:
-            self._send_tree(repo, with_body=with_body)
+            self._send_tree(repo, path.partition("/tree/")[2], with_body=with_body)
         elif path.startswith(("/api/models/", "/api/datasets/")):
             self._send_info(repo, path, with_body=with_body)
         elif path.startswith("/cdn/"):
@@ -125,19 +134,18 @@ class Handler(BaseHTTPRequestHandler):
         headers["Content-Range"] = f"bytes {begin}-{begin + len(part) - 1}/{len(data)}"
         self._send(206, part, headers, with_body=with_body)
 
-    def _send_tree(self, repo: str, *, with_body: bool) -> None:
-        entries = [
-            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-            for name, data in self.hub.repos[repo].items()
-        ]
+    def _send_tree(self, repo: str, revision: str, *, with_body: bool) -> None:
+        entries = [tree_entry(name, data) for name, data in self.hub.files_at(repo, revision).items()]
         self._send_json(entries, with_body=with_body)
 
     def _send_info(self, repo: str, path: str, *, with_body: bool) -> None:
-        if path.partition("/revision/")[2] not in REVISIONS:
+        revision, uploads = path.partition("/revision/")[2], self.hub.uploads
+        if revision not in REVISIONS and (repo, revision) not in uploads.heads and revision not in uploads.files:
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, with_body=with_body)
             return
         siblings = [{"rfilename": name} for name in self.hub.repos[repo]]
-        info = {"_id": "0", "id": repo, "sha": COMMIT, "siblings": siblings, "private": False}
+        head, is_private = self.hub.head(repo, revision), repo in uploads.private
+        info = {"_id": "0", "id": repo, "sha": head, "siblings": siblings, "private": is_private}
         self._send_json(info, with_body=with_body)
 
     def _send_json(self, document: Any, *, with_body: bool) -> None:

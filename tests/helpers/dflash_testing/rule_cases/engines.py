@@ -122,6 +122,30 @@ CASES = [
         rule="S27", key="dflash_config.input_embedding_scale", names=("3",), engines="llama.cpp",
         config=nested(input_embedding_scale=3.0),
     ),
+    Case(
+        rule="S46", key="is_causal", names=("0", "2"), engines="tensorrt-llm", config=top(is_causal=True),
+    ),
+    Case(
+        rule="S47", key="dflash_config.input_embedding_scale", names=("3",), engines="tensorrt-llm",
+        config=nested(input_embedding_scale=3.0),
+    ),
+    Case(
+        rule="S48", key="dflash_config.attention_sink_bias", names=("true",), engines="tensorrt-llm",
+        config=nested(attention_sink_bias=True),
+    ),
+    Case(
+        rule="S49", key="target_layer_ids", names=("dflash_config",), severity="warning",
+        engines="tensorrt-llm",
+        config=both(lambda config: config["dflash_config"].pop("target_layer_ids"), top(target_layer_ids=[0, 2])),
+    ),
+    Case(
+        rule="S50", key="quantization_config", names=("packed",), severity="warning", engines="tensorrt-llm",
+        config=top(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    ),
+    Case(
+        rule="S50", key="model_type", names=("llama", "qwen3"), severity="warning", engines="tensorrt-llm",
+        config=top(model_type="llama"),
+    ),
     Case(rule="S28", key="layer_types", names=("0.24",), engines="vllm@0.24", shape=SLIDING),
     Case(rule="S28", key="layer_types", names=("0.25",), engines="vllm@0.25", shape=MIXED),
 ]  # fmt: skip
