@@ -27,8 +27,9 @@ from dflash_cli.probing.server_run import ServerRun
 from dflash_cli.probing.token_equality import TokenEquality
 from dflash_runtime.phrases import plural
 
-SLIGHT, MUCH = 0.02, 1.1
-"""A difference of at most a fiftieth is never a fault. Without a test, a fault needs a difference of a tenth."""
+SLIGHT, MUCH, MIN_STEPS = 0.02, 1.1, 200
+"""A difference of at most a fiftieth is never a fault. Without a test, a fault needs a difference of a tenth, and a
+fall with load this many verify steps on each side."""
 
 Owner = Literal["checkpoint", "engine", "settings", "none", "undecided"]
 
@@ -148,7 +149,7 @@ def _lower(evidence: Evidence) -> Attribution | None:
 
 def _lower_under_load(evidence: Evidence) -> Attribution | None:
     for item in evidence.loads:
-        if item.total.change == "lower" and not _is_slight(item):
+        if is_lower_under_load(item):
             change = value_text(item.total.difference, item.total.interval, "+.3f")
             return Attribution(
                 owner="engine",
@@ -182,6 +183,15 @@ def _checkpoint(evidence: Evidence) -> Attribution | None:
         evidence=f"{_lengths(item)}, and that is low",
         hint="dflash diagnose DRAFT --target TARGET looks for the cause",
     )
+
+
+def is_lower_under_load(item: Comparison) -> bool:
+    """Whether the run with more requests is lower by more than luck. Without a test: by more than a tenth."""
+    if item.total.estimate is not None:
+        return item.total.change == "lower" and not _is_slight(item)
+    counts = (item.base.counts, item.other.counts)
+    has_steps = all(side is not None and side.num_drafts >= MIN_STEPS for side in counts)
+    return has_steps and item.base.acceptance_len > MUCH * item.other.acceptance_len
 
 
 def _is_higher(item: Comparison) -> bool:

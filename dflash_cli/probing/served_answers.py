@@ -11,6 +11,7 @@ from dflash_cli.probing.inference_server import Asked, InferenceServer, ServedAn
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
+MAX_UNCOUNTED = 3
 COUNTER_WAITS, COUNTER_PAUSE_S = 40, 0.025
 """How often and how long to wait for counters, which servers may update a moment after an answer."""
 
@@ -18,18 +19,25 @@ COUNTER_WAITS, COUNTER_PAUSE_S = 40, 0.025
 class CounterWatch:
     """Finds the steps of each answer from the counters before and after it, if requests come one at a time.
 
-    `num_foreign` counts answers during which requests of other clients ran too. Their steps are unknown.
+    `num_foreign` counts answers during which requests of other clients ran too. Their steps are unknown. After
+    MAX_UNCOUNTED answers in a row that the server did not count in time, it waits for no more.
     """
 
     def __init__(self, server: InferenceServer, before: ServerCounters) -> None:
         self._server = server
         self._last = before
+        self._num_uncounted = 0
         self.num_foreign = 0
 
     def steps_of(self, served: ServedAnswer) -> ServedSteps | None:
         """The steps of the latest answer, or None if the counters do not show them."""
-        now = await_counters(self._server, self._last, num_requests=1, num_tokens=len(served.token_ids))
+        if self._num_uncounted >= MAX_UNCOUNTED:
+            return None
+        num_tokens = len(served.token_ids)
+        now = await_counters(self._server, self._last, num_requests=1, num_tokens=num_tokens)
         risen = None if now is None else now.since(self._last)
+        is_counted = risen is not None and has_come(risen, num_requests=1, num_tokens=num_tokens)
+        self._num_uncounted = 0 if is_counted else self._num_uncounted + 1
         self._last = now or self._last
         if risen is None or risen.histogram is None:
             return None
@@ -65,13 +73,14 @@ def await_counters(
     for _ in range(COUNTER_WAITS):
         now = server.counters()
         risen = None if now is None else now.since(before)
-        if risen is None or _has_come(risen, num_requests, num_tokens):
+        if risen is None or has_come(risen, num_requests=num_requests, num_tokens=num_tokens):
             break
         time.sleep(COUNTER_PAUSE_S)
     return now
 
 
-def _has_come(risen: ServerCounters, num_requests: int, num_tokens: int) -> bool:
+def has_come(risen: ServerCounters, *, num_requests: int, num_tokens: int) -> bool:
+    """Whether counters rose by these requests, or by their tokens if the server does not count requests."""
     if risen.num_requests is not None:
         return risen.num_requests >= num_requests
     return risen.num_tokens is None or risen.num_tokens >= num_tokens

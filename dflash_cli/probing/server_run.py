@@ -18,7 +18,7 @@ from dflash_cli.generation.answers import Answer, Event
 from dflash_cli.generation.prompt_source import Failure
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_cli.probing.http_client import ServerUnreachable
+from dflash_cli.probing.http_client import ServerUnreachable, TimeIsUp
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServedAnswer, ServerFacts
 from dflash_cli.probing.served_answers import CounterWatch, ask_row, await_counters, exceeds_answers
 from dflash_cli.probing.server_counters import ServerCounters
@@ -28,6 +28,8 @@ from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
+FOREIGN = {"other-clients-counted", "steps-of-other-clients", "step-counts-differ"}
+"""Ids of notes that say so."""
 MAX_FAILED_IN_A_ROW = 3
 """After this many unanswered prompts in a row the run ends."""
 
@@ -50,6 +52,20 @@ class ServerRequest:
     force: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class DraftWidths:
+    """Draft tokens and verify steps of a run. `widest` is the largest number of draft tokens of a step, if known."""
+
+    num_draft_tokens: int
+    num_steps: int
+    widest: int | None = None
+
+    @property
+    def mean(self) -> float:
+        """Draft tokens per step."""
+        return self.num_draft_tokens / self.num_steps
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRun:
     """A server's answers with `concurrency` requests at the same time."""
@@ -68,6 +84,8 @@ class ServerRun:
     conversations: Annotated[tuple[ConversationCounts, ...], HIDDEN]
     answers: Annotated[tuple[Answer, ...], HIDDEN]
     has_counters: Annotated[bool, HIDDEN]
+    reports_steps: Annotated[bool, HIDDEN] = False
+    widths: Annotated["DraftWidths | None", HIDDEN] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", round(self.seconds, 6))
@@ -79,6 +97,18 @@ class ServerRun:
         if self.total.counts.num_drafts > 0:
             return True
         return False if self.counted is not None or not self.has_counters else None
+
+    @property
+    def includes_others(self) -> bool:
+        """Whether counters of the run include requests of other clients."""
+        return any(note.id in FOREIGN for note in self.notes)
+
+    def is_comparable(self, other: "ServerRun") -> bool:
+        """Whether the lengths of two runs are about the same requests. Totals are about all requests of the server."""
+        if self.conversations and other.conversations:
+            return True
+        asked = [{answer.row.digest for answer in run.answers} for run in (self, other)]
+        return asked[0] == asked[1] and not any(run.includes_others for run in (self, other))
 
     @property
     @computed_key
@@ -99,6 +129,25 @@ class ServerRun:
             counts=self.total.counts,
             facts=_facts(self.facts, self.asked, chat=self.chat),
         )
+
+
+def _late(num_late: int, request: ServerRequest) -> list[Notice]:
+    """A note about prompts for which no time was left."""
+    num_rows = len(request.rows)
+    text = f"{num_rows - num_late} of {num_rows} prompts asked: the time given by --max-time has passed"
+    return [Notice(text, id="time-is-up")] if num_late else []
+
+
+def _widths(found: Rows, counted: ServerCounters | None) -> DraftWidths | None:
+    """The draft tokens of steps, from answers that list them, otherwise from counters, otherwise from sums."""
+    listed = [drafted for _, served in found if served.steps is not None for drafted in served.steps.drafted]
+    if listed:
+        return DraftWidths(sum(listed), len(listed), max(listed))
+    if counted is not None and counted.num_draft_tokens and counted.num_drafts:
+        return DraftWidths(counted.num_draft_tokens, counted.num_drafts)
+    sums = [(served.num_drafted, served.num_steps) for _, served in found if served.num_drafted and served.num_steps]
+    drafted, steps = (sum(values) for values in zip(*sums, strict=True)) if sums else (0, 0)
+    return DraftWidths(drafted, steps) if steps else None
 
 
 def _facts(facts: ServerFacts, asked: Asked, *, chat: bool) -> dict[str, Any]:
@@ -125,13 +174,16 @@ def run_server(
     settings |= _facts(facts, request.asked, chat=request.chat)
     found: Rows = []
     failures: list[Failure] = []
-    num_retried = server.client.num_retried
+    num_retried, num_late = server.client.num_retried, 0
     watch = CounterWatch(server, before) if concurrency == 1 and before is not None else None
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
         num_resumed = len(journal.answers)
         for item in _ask_all(server, request, journal.pending, concurrency, watch):
             if isinstance(item, Failure):
                 failures.append(item)
+                continue
+            if isinstance(item, TimeIsUp):
+                num_late += 1
                 continue
             for answer, served in item:
                 journal.add(answer)
@@ -154,8 +206,10 @@ def run_server(
         answers=tuple(journal.answers),
         counted=counted,
         has_counters=before is not None,
+        reports_steps=any(served.steps is not None or served.num_steps for _, served in found),
+        widths=_widths(found, counted),
         failed=tuple(failures),
-        notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed)),
+        notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed), *_late(num_late, request)),
         seconds=time.perf_counter() - started,
     )
 
@@ -166,7 +220,7 @@ def _ask_all(
     rows: Sequence[PromptRow],
     concurrency: int,
     watch: CounterWatch | None,
-) -> Iterator[Rows | Failure]:
+) -> Iterator[Rows | Failure | TimeIsUp]:
     """Each row's answers, or its failure, in order of completion."""
     todo: SimpleQueue[PromptRow] = SimpleQueue()
     done: SimpleQueue[tuple[PromptRow, Rows | Exception]] = SimpleQueue()
@@ -197,7 +251,7 @@ def _ask_all(
 
 def _collect(
     done: "SimpleQueue[tuple[PromptRow, Rows | Exception]]", num_rows: int, request: ServerRequest
-) -> Iterator[Rows | Failure]:
+) -> Iterator[Rows | Failure | TimeIsUp]:
     """The items of `done` as they arrive.
 
     Raises:
@@ -206,6 +260,9 @@ def _collect(
     num_failed = num_done = 0
     for _ in range(num_rows):
         row, found = done.get()
+        if isinstance(found, TimeIsUp):
+            yield found
+            continue
         if isinstance(found, ServerUnreachable):
             num_failed += 1
             if num_failed >= min(MAX_FAILED_IN_A_ROW, num_rows):

@@ -22,7 +22,7 @@ from dflash_testing.inference_servers import serving
 from dflash_testing.paths import ROOT
 
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "runtime", "kernels"))}
-FEW = ("--concurrency", "1", "-n", "40")
+FEW = ("--concurrency", "1", "-n", "40", "--no-questions")
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_the_page_names_server_lengths_and_cause(engine: FakeEngine, prompts: Pa
 
 
 def test_prompts_are_asked_as_ids_and_at_the_concurrency_that_is_said(engine: FakeEngine, prompts: Path) -> None:
-    probe(engine, "-p", prompts, "--concurrency", "2", "-n", "24")
+    probe(engine, "-p", prompts, "--concurrency", "2", "-n", "24", "--no-questions")
     assert engine.num_answers == 1 + 14
     assert {tuple(body["ids"]) for body in engine.bodies} == {(7, 8, 9 + index) for index in range(14)}
     assert {body["temperature"] for body in engine.bodies} == {0.0}

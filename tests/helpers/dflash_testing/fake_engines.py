@@ -21,6 +21,8 @@ class Text:
     token_ids: Ids
     accepted: Ids
     is_stopped: bool = False
+    text: str = "..."
+    num_cached: int = 0
 
     def cut(self, num_tokens: int) -> "Text":
         """The answer with a limit: the steps that are done until then."""
@@ -78,6 +80,11 @@ class FakeEngine:
     old_names      use SGLang's names of earlier releases
     metrics_text   the text of the metrics, in place of the server's own
     missing        names that the metrics leave out
+    k              configured draft tokens per step
+    drafted        draft tokens per step if they are fewer than k
+    cache          state of the prefix cache: `off` by the settings, `untold` without a setting or a counter
+    block          tokens of a block of the prefix cache
+    started_s      start of the process, if the metrics show it
     metrics_slash  redirect the metrics to a path that ends with a slash
     """
 
@@ -102,6 +109,12 @@ class FakeEngine:
     metrics_text: str | None = None
     missing: tuple[str, ...] = ()
     metrics_slash: Literal["", "/"] = ""
+    k: int = K
+    drafted: int | None = None
+    cache: str = "on"
+    block: int = 16
+    kv_dtype: str = "auto"
+    started_s: float | None = None
     pause_s: float = 0.002
     url: str = ""
     num_answers: int = 0
@@ -115,7 +128,8 @@ class FakeEngine:
         self.reset()
 
     def reset(self) -> None:
-        self.counts = {"drafts": 0, "drafted": 0, "accepted": 0, "positions": [0] * K, "requests": 0, "tokens": 0}
+        self.counts = {"drafts": 0, "drafted": 0, "accepted": 0, "positions": [0] * self.k, "requests": 0, "tokens": 0}
+        self.counts["cached"] = 0
 
     def text_of(self, prompt: Ids, num_tokens: int, *, is_loaded: bool) -> Text:
         text = self.texts.get(prompt) or make_text(prompt, rate=self.rate, length=max(48, num_tokens))
@@ -143,8 +157,9 @@ class FakeEngine:
         for place in range(2 if beside else 1):
             counts["requests"] += place == 0 or self.is_shared
             counts["tokens"] += len(text.token_ids)
+            counts["cached"] += text.num_cached
             counts["drafts"] += len(steps)
-            counts["drafted"] += K * len(steps)
+            counts["drafted"] += (self.drafted or self.k) * len(steps)
             counts["accepted"] += sum(steps)
             for number in steps:
                 for place in range(number):
