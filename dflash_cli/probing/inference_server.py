@@ -27,6 +27,7 @@ MAX_STEPS = 200_000
 """More steps than any answer has."""
 MAX_CONCURRENCY = 1_000_000
 MAX_LEN = 1 << 31
+UNQUANTISED = {"auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32", "float", "none", ""}
 MAX_MODELS, MAX_SHOWN_CHARS = 1000, 200
 
 Drafts = Annotated[int, Limits(least=0, below=MAX_DRAFT_TOKENS + 1)]
@@ -48,6 +49,11 @@ class ServerFacts:
     kv_dtype: Annotated[str | None, NOT_REQUIRED, "data type of keys and values, as the server writes it"] = None
     has_prefix_cache: Annotated[bool | None, NOT_REQUIRED, "whether the prefix cache is switched on"] = None
     cache_block: Annotated[int | None, NOT_REQUIRED, "tokens of a block of the prefix cache"] = None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether keys and values are stored in fewer bits than the target computes with."""
+        return self.kv_dtype is not None and self.kv_dtype.lower().removeprefix("torch.") not in UNQUANTISED
 
     def __post_init__(self) -> None:
         """Drop values that no server of the engine reports."""

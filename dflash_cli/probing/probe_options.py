@@ -88,6 +88,7 @@ class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions,
     questions: Annotated[
         bool,
         Option(
+            off="--no-questions",
             group=ESSENTIALS,
             help="Also ask about the prefix cache, plain decoding, JSON by a schema and tool calls.",
         ),

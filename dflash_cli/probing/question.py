@@ -126,6 +126,12 @@ class QuestionSession:
             return {}
 
     @property
+    def seconds_per_token(self) -> float | None:
+        """Seconds per token of the measured answers, if they were asked one at a time."""
+        first = self.first
+        return first.seconds / first.total.num_tokens if first.concurrency == 1 and first.total.num_tokens else None
+
+    @property
     def prompts(self) -> list[tuple[int, ...]]:
         """The measured prompts, each once."""
         return list(dict.fromkeys(answer.output.prompt_token_ids for answer in self.first.answers))

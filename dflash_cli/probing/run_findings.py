@@ -9,6 +9,7 @@ from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.server_identity import foreign_traffic
 from dflash_cli.probing.server_run import ServerRun
+from dflash_cli.probing.token_equality import TokenEquality
 from dflash_runtime.phrases import plural
 
 NEAR_ZERO_LEN, NEAR_ZERO_RATE, MIN_STEPS = 1.12, 0.1, 100
@@ -17,13 +18,16 @@ PART, MIN_TOKENS = 0.15, 64
 """A share and a number of tokens without a draft that rounding of steps and ends of answers do not explain."""
 WHOLE = 0.02
 """A mean this close to a whole number is a limit; a server that chooses widths by itself has others."""
-UNQUANTISED = {"auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32", "float", "none", ""}
 
 
 def find_in_runs(
-    server: InferenceServer, facts: ServerFacts, runs: Sequence[ServerRun], loads: Sequence[Comparison]
+    server: InferenceServer,
+    facts: ServerFacts,
+    runs: Sequence[ServerRun],
+    loads: Sequence[Comparison],
+    equalities: Sequence[TokenEquality],
 ) -> Iterator[ServedFinding]:
-    """Findings from the runs, and from the comparisons of later runs with the first one."""
+    """Findings from the runs, and from lengths and answers of later runs compared with the first run's."""
     yield from _not_engaged(facts, runs)
     off = list(_partly_engaged(server, runs))
     yield from off
@@ -31,7 +35,8 @@ def find_in_runs(
     yield from _shapes(runs[0])
     yield from _near_zero(runs[0])
     if not off:
-        yield from _lower_under_load(loads)
+        yield from _lower_under_load(loads, equalities)
+    yield from _unequal(facts, equalities)
     yield from _counters(runs)
     yield from _quantised(facts)
 
@@ -154,9 +159,9 @@ def _near_zero(run: ServerRun) -> Iterator[ServedFinding]:
         )
 
 
-def _lower_under_load(loads: Sequence[Comparison]) -> Iterator[ServedFinding]:
+def _lower_under_load(loads: Sequence[Comparison], equalities: Sequence[TokenEquality]) -> Iterator[ServedFinding]:
     for item in loads:
-        if is_lower_under_load(item):
+        if is_lower_under_load(item, equalities):
             change = value_text(item.total.difference, item.total.interval, "+.3f")
             yield ServedFinding(
                 id="acceptance-falls-with-load",
@@ -164,6 +169,21 @@ def _lower_under_load(loads: Sequence[Comparison]) -> Iterator[ServedFinding]:
                 seen=f"{item.other.name}: {change} tokens per step against {item.base.name}, on the same prompts",
                 follows="requests of a batch change each other's drafts; the cause is not known from outside",
                 next="repeat with --concurrency 1,2,4,8 to find where it begins, and report it to the engine",
+            )
+            return
+
+
+def _unequal(facts: ServerFacts, equalities: Sequence[TokenEquality]) -> Iterator[ServedFinding]:
+    for item in equalities:
+        if item.shows_fault(is_quantised=facts.is_quantised):
+            most = max(difference.gap_nats or 0 for difference in item.unexplained)
+            yield ServedFinding(
+                id="answers-change-with-load",
+                severity="error",
+                seen=f"{item.num_unexplained} of {plural(item.num_compared, 'greedy answer')} differ between "
+                f"{item.base} and {item.other} by up to {most:.2f} nats",
+                follows="requests of a batch change each other's answers; rounding does not explain the gap",
+                next="start the server without the draft and repeat; report it to the engine",
             )
             return
 
@@ -193,7 +213,7 @@ def _counters(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
 
 
 def _quantised(facts: ServerFacts) -> Iterator[ServedFinding]:
-    if is_quantised(facts):
+    if facts.is_quantised:
         yield ServedFinding(
             id="quantised-kv",
             severity="info",
@@ -201,8 +221,3 @@ def _quantised(facts: ServerFacts) -> Iterator[ServedFinding]:
             follows="taps and verification read rounded values; acceptance may be lower than unquantised",
             next="compare with a server that stores keys and values unquantised: --beside URL",
         )
-
-
-def is_quantised(facts: ServerFacts) -> bool:
-    """Whether keys and values are stored in fewer bits than the target computes with."""
-    return facts.kv_dtype is not None and facts.kv_dtype.lower().removeprefix("torch.") not in UNQUANTISED

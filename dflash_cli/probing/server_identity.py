@@ -7,16 +7,24 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-from dflash_cli.probing.inference_server import ServerFacts
+from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.server_counters import ServerCounters, ServerMetrics
 
-NUM_LOOKS = 4
+NUM_LOOKS = 6
 """Readings before the first request."""
 MIN_RETURNS = 2
 """Counters that fell and came back this often belong to several processes. After a restart they come back once."""
 
 Identity = Literal["one", "restarted", "several"]
+
+
+def look_at(server: InferenceServer) -> ServerFacts:
+    """The server's description of itself, with one reading of its metrics."""
+    num_readings, facts = len(server.readings), server.describe()
+    if len(server.readings) == num_readings:
+        server.metrics()
+    return facts
 
 
 def identify(readings: Sequence[ServerMetrics]) -> Identity:

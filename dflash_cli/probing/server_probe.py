@@ -19,7 +19,7 @@ from dflash_cli.probing.probe_options import ProbePlan
 from dflash_cli.probing.question import QuestionReport, QuestionSession, ask_questions
 from dflash_cli.probing.run_findings import find_in_runs
 from dflash_cli.probing.served_finding import ServedFinding, sort_findings
-from dflash_cli.probing.server_identity import NUM_LOOKS, find_identity
+from dflash_cli.probing.server_identity import NUM_LOOKS, find_identity, look_at
 from dflash_cli.probing.server_run import ServerRequest, ServerRun, run_server
 from dflash_cli.probing.token_equality import (
     TokenEquality,
@@ -37,7 +37,14 @@ from dflash_runtime.phrases import plural
 
 QUESTIONS_SHARE = 0.5
 """The questions' share of the time, against 1 for a run with one request at a time."""
-OF_COUNTERS = {"foreign-traffic", "counters-reset", "counters-incomplete", "partly-drafted", "draft-off-under-load"}
+UNSAFE_AFTER = {
+    "counters-reset": {"counters-incomplete"},
+    "several-replicas": {
+        "foreign-traffic", "counters-reset", "counters-incomplete", "partly-drafted", "draft-off-under-load",
+        "prefix-cache-unused", "structured-output-not-drafted", "tool-call-not-drafted",
+    },
+}  # fmt: skip
+"""Findings that a fact about the address explains too."""
 TRIAL_LEN = 16
 """Tokens of the one answer before the measurement."""
 BESIDE = "beside"
@@ -115,10 +122,10 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     """
     own = None if request.options.result is None else read_result(request.options.result)
     _check_prompts(own, request)
-    looks = [request.server.describe() for _ in range(NUM_LOOKS)]
+    looks = [look_at(request.server) for _ in range(NUM_LOOKS)]
     num_before = len(request.server.readings)
-    facts = _try_out(request.server, request.asking)
-    others = None if request.beside is None else _try_out(request.beside, request.asking)
+    facts = _try_out(request.server, request.asking, looks)
+    others = None if request.beside is None else _try_out(request.beside, request.asking, [request.beside.describe()])
     _check_journals(request, facts, others)
     numbers = _in_reach(request.options.concurrency, facts)
     number_beside = [] if others is None else _in_reach(request.options.concurrency, others)[:1]
@@ -160,7 +167,7 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
         yardsticks=tuple(yardsticks),
         equalities=(*alike, *unlike, *(item.equality for item in questions if item.equality is not None)),
         questions=tuple(questions),
-        findings=_findings(request, facts, runs, loads, identity, questions),
+        findings=_findings(request, evidence, identity, questions),
         known_faults=tuple(request.known_faults),
         notes=tuple(_notes(request, facts, runs)),
     )
@@ -195,17 +202,17 @@ def _ask_questions(
 
 def _findings(
     request: ProbePlan,
-    facts: ServerFacts,
-    runs: Sequence[ServerRun],
-    loads: Sequence[Comparison],
+    evidence: Evidence,
     identity: Sequence[ServedFinding],
     questions: Sequence[QuestionReport],
 ) -> tuple[ServedFinding, ...]:
-    """All findings. Findings from counters are left out if several servers count."""
-    found = [*identity, *find_in_runs(request.server, facts, runs, loads)]
-    if any(item.id == "several-replicas" for item in identity):
-        found = [item for item in found if item.id not in OF_COUNTERS]
-    return sort_findings((*found, *(item for question in questions for item in question.findings)))
+    """All findings. What depends on one process that counts is left out if several answer, or if it started anew."""
+    found = [
+        *find_in_runs(request.server, evidence.facts, evidence.runs, evidence.loads, evidence.equalities),
+        *(item for question in questions for item in question.findings),
+    ]
+    unsafe = {id for item in identity for id in UNSAFE_AFTER.get(item.id, ())}
+    return sort_findings((*identity, *(item for item in found if item.id not in unsafe)))
 
 
 def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -> Path | None:
@@ -230,13 +237,13 @@ def _in_reach(concurrencies: Sequence[int], facts: ServerFacts) -> list[int]:
     return [number for number in concurrencies if number <= limit] or [min(concurrencies)]
 
 
-def _try_out(server: InferenceServer, asking: ServerRequest) -> ServerFacts:
+def _try_out(server: InferenceServer, asking: ServerRequest, looks: Sequence[ServerFacts]) -> ServerFacts:
     """The server's facts after one short answer, which warms the server up and shows whether it reports acceptance.
 
     Raises:
         UnsupportedError: the server does not report acceptance.
     """
-    facts = server.describe()
+    facts = next((item for item in looks if item.is_drafting), looks[-1])
     steps, num_draft_tokens = None, None
     for row in asking.rows:
         try:

@@ -11,7 +11,7 @@ from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.phrases import plural, shorten
 
 ANSWER_LEN, MIN_TOKENS, MIN_STEPS = 160, 24, 20
-TIMES, MIN_SECONDS = 5, 2.0
+TIMES, MIN_SECONDS = 5, 0.5
 """An answer is slow if a token takes this many times as long as in other answers, and the answer this long."""
 LOW, SOUND = 1.1, 2.0
 KINDS = ("tool", "plant", "animal", "place")
@@ -47,7 +47,11 @@ def ask(session: QuestionSession) -> Outcome:
     seen = f"{valid} of {plural(len(found), 'answer')} fit the schema" + (f", {cut} not finished" if cut else "")
     length, _ = pooled_length(found)
     seen += "" if length is None else f", {length:.2f} tokens per step"
-    findings = [*_broken(session, prompts, found, verdicts), *_drafted(session, found), *_slow(session, repeated)]
+    findings = [
+        *_broken(session, prompts, found, verdicts),
+        *_drafted(session, found),
+        *_slow(session, [found[1], repeated]),
+    ]
     return Outcome(seen=seen, findings=findings)
 
 
@@ -127,12 +131,10 @@ def _drafted(session: QuestionSession, found: Sequence[CountedAnswer]) -> Iterat
         )
 
 
-def _slow(session: QuestionSession, repeated: CountedAnswer) -> Iterator[ServedFinding]:
-    first = session.first
-    if first.concurrency != 1 or not first.total.num_tokens or repeated.seconds < MIN_SECONDS:
-        return
-    usual, own = first.seconds / first.total.num_tokens, repeated.seconds / max(1, repeated.num_tokens)
-    if own > TIMES * usual:
+def _slow(session: QuestionSession, found: Sequence[CountedAnswer]) -> Iterator[ServedFinding]:
+    usual = session.seconds_per_token
+    own = min(item.seconds / max(1, item.num_tokens) for item in found)
+    if usual is not None and own > TIMES * usual and min(item.seconds for item in found) > MIN_SECONDS:
         yield ServedFinding(
             id="structured-output-slow",
             severity="warning",

@@ -8,15 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dflash_cli.probing.inference_server import Variant
 from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
-from dflash_cli.probing.run_findings import is_quantised
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.token_equality import TokenDifference, TokenEquality, TokenText, compare_texts, texts_of_answers
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import plural
 
-NUM_ANSWERS = 8
-FAULT_NATS = 1.0
-"""A single token must be this much less likely to be called a fault; two or more tokens must only be no near-ties."""
+NUM_ANSWERS = 16
 
 
 @QUESTIONS.register("plain-decoding")
@@ -99,14 +96,13 @@ def _against_plain(session: QuestionSession, texts: Sequence[TokenText]) -> Toke
 
 
 def _judge(session: QuestionSession, equality: TokenEquality) -> Iterator[ServedFinding]:
-    wrong = [item for item in equality.differences if item.gap_nats is not None and not item.is_near_tie]
-    large = [item for item in wrong if (item.gap_nats or 0) >= FAULT_NATS]
+    wrong = equality.unexplained
     if not wrong:
         return
     most = max(item.gap_nats or 0 for item in wrong)
     seen = f"{len(wrong)} of {plural(equality.num_compared, 'greedy answer')} differ from {equality.other} by up to "
     seen += f"{most:.2f} nats"
-    if large or (len(wrong) > 1 and not is_quantised(session.facts)):
+    if equality.shows_fault(is_quantised=session.facts.is_quantised):
         yield ServedFinding(
             id="answers-not-greedy",
             severity="error",

@@ -66,6 +66,7 @@ class LlamaCppServer(InferenceServer):
             num_draft_tokens=params.get("speculative.n_max") if is_drafting else None,
             max_concurrency=props.get("total_slots"),
             max_len=as_object(props.get("default_generation_settings")).get("n_ctx"),
+            cache_block=1,
         )
         self._num_draft_tokens = facts.num_draft_tokens
         return facts

@@ -71,6 +71,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "17": ({**V, "resets_at": 8}, "counters-reset"),
     "18": ({**V, "is_shared": True}, "foreign-traffic"),
     "18 idle": ({**STEPS, "grows_alone": 50}, "foreign-traffic"),
+    "11 load": ({**STEPS, "loaded_split": 3.0}, "answers-change-with-load"),
     "19": ({**V, "replicas": 2, "started_s": 1.7e9}, "several-replicas"),
     "19 counters": ({**STEPS, "replicas": 2}, "several-replicas"),
 }

@@ -4,7 +4,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,6 +121,7 @@ class FakeEngine:
     num_active: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    seen: set[Ids] = field(default_factory=set)
     counts: dict[str, Any] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -141,6 +142,13 @@ class FakeEngine:
             if self.changes_at is not None and self.changes_at < len(token_ids):
                 token_ids[self.changes_at] += 1
         return Text(tuple(token_ids), accepted, text.is_stopped)
+
+    def with_cache(self, prompt: Ids, text: Text) -> Text:
+        """The answer with the tokens of its prompt that an earlier request has left in the prefix cache."""
+        with self.lock:
+            is_seen = prompt in self.seen
+            self.seen.add(prompt)
+        return replace(text, num_cached=(len(prompt) - 1) // self.block * self.block if is_seen else 0)
 
     def likeliest(self, ids: Ids) -> dict[int, float]:
         """Return the log probabilities of the next token of a text that begins with a known prompt."""

@@ -34,6 +34,7 @@ class Script(FakeEngine):
     undrafted_from length of prompts from which answers are not drafted
     cache          also `unused`: nothing is found; `wrong`: other tokens; `draftless`: hardly anything is accepted
     split_nats     how much less likely the token at SPLIT is than the target's own choice; 0: it is the choice
+    loaded_split   the same in answers with more requests at a time
     repeat_nats    the same for the second answer to a long prompt
     has_scores     whether the server gives log-probabilities
     replicas       servers behind the address, of which a random one answers
@@ -47,6 +48,7 @@ class Script(FakeEngine):
     undrafted_from: int | None = None
     max_accepted: int | None = None
     split_nats: float = 0.0
+    loaded_split: float = 0.0
     repeat_nats: float = 4.0
     has_scores: bool = True
     json: Json = "sound"
@@ -66,7 +68,7 @@ class Script(FakeEngine):
         is_loaded = number > 1 and not is_long
         finds = is_warm and self.cache not in ("off", "unused")
         tokens = list(self.tokens(ids, num_tokens))
-        if (is_warm and self.cache == "wrong") or (is_plain and self.split_nats):
+        if (is_warm and self.cache == "wrong") or (is_plain and self.split_nats) or (is_loaded and self.loaded_split):
             tokens[SPLIT] += 1
         rate = self.rate if not is_loaded or self.loaded_rate is None else self.loaded_rate
         rate = self.long_rate if is_long and self.long_rate is not None else rate
@@ -116,7 +118,7 @@ class Script(FakeEngine):
     def next_of(self, ids: Ids) -> dict[int, float]:
         prompt = self.prompt_of(ids)
         token = self.tokens(prompt, len(ids) - len(prompt) + 1)[-1]
-        gap = self.repeat_nats if len(prompt) >= LONG else self.split_nats
+        gap = self.repeat_nats if len(prompt) >= LONG else self.split_nats or self.loaded_split
         return {token: -0.1, token + 1: -0.1 - gap, 5: -9.0}
 
     def prompt_of(self, ids: Ids) -> Ids:
@@ -156,7 +158,7 @@ class ScriptedClient:
         for place in range(1, script.replicas):
             more = {name: getattr(script, name) for name in ("style", "rate", "reports", "k", "cache", "has_metrics")}
             started = None if script.started_s is None else script.started_s + 100.0 * place
-            self._scripts.append(Script(**more, started_s=started))
+            self._scripts.append(Script(**more, started_s=started, num_asked=script.num_asked))
             self._scripts[-1].counts["tokens"] = self._scripts[-1].counts["drafts"] = 900
         self._draw = random.Random(3)
 
@@ -194,10 +196,10 @@ class ScriptedClient:
     def post_text(self, path: str, body: Mapping[str, Any]) -> str:
         message, reason, _ = self._call(self.script)
         calls = message.get("tool_calls")
-        pieces: list[dict[str, Any]] = [{"role": "assistant", "content": message["content"]}]
+        pieces: list[Any] = [{"role": "assistant", "content": message["content"]}]
         if calls:
             name, arguments = (calls[0]["function"][key] for key in ("name", "arguments"))
-            pieces += [{"tool_calls": [{"index": 0, "id": "c1", "function": {"name": name}}]}]
+            pieces.append({"tool_calls": [{"index": 0, "id": "c1", "function": {"name": name}}]})
             places = range(0, len(arguments), 7)
             parts = [arguments[place : place + 7] for place in places]
             kept = parts[::2] if self._scripts[0].tools == "stream loses text" else parts
