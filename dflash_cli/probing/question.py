@@ -29,7 +29,9 @@ from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.probing.questions"
-MAX_REASON_CHARS = 160
+MAX_REASON_CHARS, CONTROL_LEN = 160, 32
+SLOW, SLOW_SECONDS = 5, 0.5
+"""An answer is slow if a token takes this many times as long as in other answers, and the answer this long."""
 
 
 class NotJudged(Exception):
@@ -77,6 +79,15 @@ class CountedAnswer:
         return len(self.served.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class CountedCall:
+    """A tool call, and the number of its verify steps if the counters show it."""
+
+    call: ServedToolCall
+    num_steps: int | None
+    seconds: float
+
+
 @dataclass(slots=True, kw_only=True)
 class QuestionSession:
     """The server that is asked, its first run, and the cost of the question so far.
@@ -102,13 +113,19 @@ class QuestionSession:
         self.charge(len(prompt_ids) + len(served.token_ids))
         return self._counted(served, self._rise(before, len(served.token_ids)), seconds)
 
-    def call_tool(self, ask: Callable[[], ServedToolCall]) -> tuple[ServedToolCall, int | None]:
-        """A tool call, and the number of its steps if the counters show it."""
+    def call_tool(self, ask: Callable[[], ServedToolCall]) -> CountedCall:
+        """A tool call with its figures."""
         before = self._counters()
+        started = time.perf_counter()
         call = ask()
+        seconds = time.perf_counter() - started
         self.charge(call.num_tokens or 0)
         risen = None if call.num_tokens is None else self._rise(before, call.num_tokens)
-        return call, None if risen is None else risen.num_drafts
+        return CountedCall(call, None if risen is None else risen.num_drafts, seconds)
+
+    def drafts_usually(self) -> bool:
+        """Whether the server drafts for a measured prompt at this moment, so that its draft has not ended meanwhile."""
+        return bool(self.prompts and self.ask(self.prompts[0], CONTROL_LEN).num_steps)
 
     def charge(self, num_tokens: int) -> None:
         """Count a request of so many tokens."""
@@ -125,11 +142,19 @@ class QuestionSession:
         except DFlashError:
             return {}
 
-    @property
-    def seconds_per_token(self) -> float | None:
-        """Seconds per token of the measured answers, if they were asked one at a time."""
-        first = self.first
-        return first.seconds / first.total.num_tokens if first.concurrency == 1 and first.total.num_tokens else None
+    def find_slow(self, id: str, what: str, seconds: float, num_tokens: int) -> list[ServedFinding]:
+        """A finding if an answer took much longer per token than the measured answers, asked one at a time."""
+        if self.first.concurrency != 1 or not self.first.total.num_tokens or seconds < SLOW_SECONDS:
+            return []
+        usual, own = self.first.seconds / self.first.total.num_tokens, seconds / max(1, num_tokens)
+        found = ServedFinding(
+            id=id,
+            severity="warning",
+            seen=f"{1000 * own:.0f} ms per token of {what}, {1000 * usual:.0f} ms of other answers",
+            follows="such requests are slow on this server; the cause is not known",
+            next="start the server without the draft and compare the times",
+        )
+        return [found] if own > SLOW * usual else []
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:

@@ -38,6 +38,7 @@ def find_in_runs(
         yield from _lower_under_load(loads, equalities)
     yield from _unequal(facts, equalities)
     yield from _counters(runs)
+    yield from _prefix_cache(facts)
     yield from _quantised(facts)
 
 
@@ -81,20 +82,20 @@ def _undrafted(server: InferenceServer, run: ServerRun) -> tuple[float, int]:
 
     Of a server that may drop drafts, only answers without one draft count.
     """
-    if run.is_engaged is not True or run.includes_others:
-        return 0.0, 0
     after_first = [(len(answer.output.token_ids) - 1, answer.output.acceptance_lengths) for answer in run.answers]
     total = sum(max(0, tokens) for tokens, _ in after_first)
-    if run.origin == "answers":
-        lacking = [max(0, tokens - sum(lengths)) for tokens, lengths in after_first]
-        if not server.drafts_every_step:
-            lacking = [tokens for tokens, (_, lengths) in zip(lacking, after_first, strict=True) if not lengths]
-    elif run.origin == "counters" and server.drafts_every_step:
-        counts = run.total.counts
-        lacking = [max(0, total - counts.num_drafts - counts.num_accepted_tokens)]
-    else:
+    is_known = run.is_engaged is True and run.origin in ("answers", "counters") and not run.includes_others
+    if not is_known or not total:
         return 0.0, 0
-    return (sum(lacking) / total if total else 0.0), sum(lacking)
+    lacking = sum(
+        max(0, tokens - sum(lengths)) for tokens, lengths in after_first if server.drafts_every_step or not lengths
+    )
+    if not run.reports_steps:  # an answer without steps may only lack a reading of the counters
+        counted = run.counted
+        if counted is None or counted.num_drafts is None or counted.num_accepted_tokens is None:
+            return 0.0, 0
+        lacking = min(lacking, max(0, total - counted.num_drafts - counted.num_accepted_tokens))
+    return lacking / total, lacking
 
 
 def _lengths_of_undrafted(run: ServerRun) -> str:
@@ -209,6 +210,18 @@ def _counters(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
             seen=notes["server-restarted"],
             follows="the server or an engine of it started anew; counters from before and after do not add up",
             next="look in the server's log for a restart, and repeat the probe",
+        )
+
+
+def _prefix_cache(facts: ServerFacts) -> Iterator[ServedFinding]:
+    if facts.has_prefix_cache is False:
+        yield ServedFinding(
+            id="prefix-cache-off",
+            severity="warning",
+            seen="the server's settings say that the prefix cache is off",
+            follows="each request computes its whole prompt; engines switch the cache off for some pairs of a hybrid "
+            "target and a draft. Whether the draft or a user did so is not visible from outside",
+            next="look for the prefix cache in the server's log, and compare with a start without the draft",
         )
 
 

@@ -232,9 +232,9 @@ def _check_journals(request: ProbePlan, facts: ServerFacts, others: ServerFacts 
 
 
 def _in_reach(concurrencies: Sequence[int], facts: ServerFacts) -> list[int]:
-    """The concurrencies that the server can run, at least the lowest."""
+    """The concurrencies, each at most the number of requests that the server runs at the same time."""
     limit = facts.max_concurrency or max(concurrencies)
-    return [number for number in concurrencies if number <= limit] or [min(concurrencies)]
+    return list(dict.fromkeys(min(number, limit) for number in concurrencies))
 
 
 def _try_out(server: InferenceServer, asking: ServerRequest, looks: Sequence[ServerFacts]) -> ServerFacts:
@@ -362,12 +362,11 @@ def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, f
 
 def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[Notice]:
     """Notes about the whole probe."""
-    left_out = [
-        str(number) for number in request.options.concurrency if number not in {run.concurrency for run in runs}
-    ]
-    if left_out:
-        most = f"the server runs at most {plural(facts.max_concurrency or 0, 'request')} at the same time"
-        yield Notice(f"concurrency {', '.join(left_out)} left out: {most}", id="concurrency-left-out")
+    limit = facts.max_concurrency
+    above = [str(number) for number in request.options.concurrency if limit and number > limit]
+    if above:
+        most = f"the server runs at most {plural(limit or 0, 'request')} at the same time"
+        yield Notice(f"{limit} at a time instead of {', '.join(above)}: {most}", id="concurrency-limited")
     if any(run.is_engaged and run.origin != "answers" for run in runs):
         how = request.server.how_to_report_steps
         yield Notice(f"intervals need the steps of each answer: {how}", id="intervals-need-steps")

@@ -11,8 +11,6 @@ from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.phrases import plural, shorten
 
 ANSWER_LEN, MIN_TOKENS, MIN_STEPS = 160, 24, 20
-TIMES, MIN_SECONDS = 5, 0.5
-"""An answer is slow if a token takes this many times as long as in other answers, and the answer this long."""
 LOW, SOUND = 1.1, 2.0
 KINDS = ("tool", "plant", "animal", "place")
 SCHEMA: Mapping[str, Any] = {
@@ -47,10 +45,11 @@ def ask(session: QuestionSession) -> Outcome:
     seen = f"{valid} of {plural(len(found), 'answer')} fit the schema" + (f", {cut} not finished" if cut else "")
     length, _ = pooled_length(found)
     seen += "" if length is None else f", {length:.2f} tokens per step"
+    fastest = min(found[1], repeated, key=lambda item: item.seconds / max(1, item.num_tokens))
     findings = [
         *_broken(session, prompts, found, verdicts),
         *_drafted(session, found),
-        *_slow(session, [found[1], repeated]),
+        *session.find_slow("structured-output-slow", "JSON by a schema", fastest.seconds, fastest.num_tokens),
     ]
     return Outcome(seen=seen, findings=findings)
 
@@ -112,6 +111,8 @@ def _drafted(session: QuestionSession, found: Sequence[CountedAnswer]) -> Iterat
     if usual is None or min(item.num_tokens for item in found) < MIN_TOKENS:
         return
     if all(item.num_steps == 0 for item in found):
+        if not session.drafts_usually():
+            return
         yield ServedFinding(
             id="structured-output-not-drafted",
             severity="warning",
@@ -128,17 +129,4 @@ def _drafted(session: QuestionSession, found: Sequence[CountedAnswer]) -> Iterat
             seen=f"{length:.2f} tokens per step for JSON by a schema ({num_steps} steps), {usual:.2f} otherwise",
             follows="almost no draft token is accepted under a schema; the cause is not known",
             next="compare with the same prompts without a schema",
-        )
-
-
-def _slow(session: QuestionSession, found: Sequence[CountedAnswer]) -> Iterator[ServedFinding]:
-    usual = session.seconds_per_token
-    own = min(item.seconds / max(1, item.num_tokens) for item in found)
-    if usual is not None and own > TIMES * usual and min(item.seconds for item in found) > MIN_SECONDS:
-        yield ServedFinding(
-            id="structured-output-slow",
-            severity="warning",
-            seen=f"{1000 * own:.0f} ms per token of JSON by a schema, {1000 * usual:.0f} ms of other answers",
-            follows="structured output is slow on this server; the cause is not known",
-            next="start the server without the draft and compare the times",
         )

@@ -1,19 +1,16 @@
-"""Ask long prompts twice: is the prefix cache used, and are tokens and acceptance the same as without it?
+"""Ask long prompts twice: is the prefix cache used, and are tokens and acceptance the same with it?
 
-Each long prompt ends with a measured prompt, so that its acceptance can be compared with that of the short prompt. It
-begins with other measured prompts in a new order, so that no cache holds it from an earlier probe.
+The first answer computes the prompt, the second one may read it from the cache.
 """
 
-import random
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dflash_cli.probing.inference_server import Variant
+from dflash_cli.probing.long_prompts import ANSWER_LEN, make_long_prompts
 from dflash_cli.probing.question import (
     QUESTIONS,
     CountedAnswer,
-    NotJudged,
     Outcome,
     QuestionSession,
     pooled_length,
@@ -22,13 +19,10 @@ from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.token_equality import FAULT_NATS, TokenText, compare_texts
 from dflash_runtime.phrases import plural
 
-NUM_PROMPTS, MIN_LEN, MAX_LEN, ANSWER_LEN = 3, 1536, 12_288, 64
+NUM_PROMPTS = 3
 CACHED = Variant(uses_cache=True)
 LOWER, MIN_MORE_STEPS = 0.7, 10
 """A warm answer is slower if its length is below this share of the cold one, over this many steps more."""
-SOUND, HALF, EACH, MIN_STEPS = 2.0, 0.5, 0.7, 20
-"""Acceptance falls with context if its length is SOUND after short prompts, and if half of the draft tokens or fewer
-are accepted after long ones, over all prompts; and a share below EACH for each prompt."""
 NUM_RETRIES = 3
 """A prompt of which nothing is cached is asked again this often: one of several servers may have answered."""
 
@@ -51,11 +45,9 @@ class Repeat:
 
 @QUESTIONS.register("repeated-prompt")
 def ask(session: QuestionSession) -> Outcome:
-    """Findings about the prefix cache and about long contexts."""
-    if not session.prompts:
-        raise NotJudged("no prompt was answered")
+    """Findings about the prefix cache."""
     found, num_found = [], 0
-    for prompt_ids in long_prompts(session):
+    for prompt_ids in (item.token_ids for item in make_long_prompts(session, slice(NUM_PROMPTS))):
         cold, warm = (session.ask(prompt_ids, ANSWER_LEN, CACHED) for _ in range(2))
         found.append(_repeat(session, prompt_ids, cold, warm))
     if found and _cached(found) == 0:
@@ -65,33 +57,8 @@ def ask(session: QuestionSession) -> Outcome:
         *([] if num_found else _cache_use(session, found)),
         *_tokens(session, found),
         *_acceptance(found),
-        *_context(session, found),
     ]
     return Outcome(seen=_figures(found), findings=findings)
-
-
-def long_prompts(session: QuestionSession) -> Iterator[tuple[int, ...]]:
-    """Prompts of two blocks of the prefix cache or more, each ending with one of the first measured prompts.
-
-    Raises:
-        NotJudged: the server's limit is too low for them.
-    """
-    block = session.facts.cache_block or 1
-    wanted = max(MIN_LEN, 2 * block + block // 2)
-    reserve = ANSWER_LEN + (session.facts.num_draft_tokens or 0) + 2
-    limit = min(MAX_LEN, (session.facts.max_len or MAX_LEN) - reserve)
-    length = min(wanted, limit)
-    if length < 2 * block + 1:
-        raise NotJudged(f"a block of the prefix cache has {block} tokens, and a prompt at most {limit}")
-    order = random.Random(time.time_ns())
-    for last in session.prompts[:NUM_PROMPTS]:
-        if len(last) > length:
-            continue
-        filler: list[int] = []
-        while len(filler) + len(last) < length:
-            some = list(order.choice(session.prompts))
-            filler += some[order.randrange(len(some)) :]
-        yield (*filler[: length - len(last)], *last)
 
 
 def _repeat(session: QuestionSession, prompt_ids: tuple[int, ...], cold: CountedAnswer, warm: CountedAnswer) -> Repeat:
@@ -139,18 +106,7 @@ def _cached(found: Sequence[Repeat]) -> int | None:
 
 def _cache_use(session: QuestionSession, found: Sequence[Repeat]) -> Iterator[ServedFinding]:
     facts, cached = session.facts, _cached(found)
-    if cached:
-        return
-    if facts.has_prefix_cache is False:
-        yield ServedFinding(
-            id="prefix-cache-off",
-            severity="warning",
-            seen="the server's settings say that the prefix cache is off",
-            follows="each request computes its whole prompt; engines switch the cache off for some pairs of a hybrid "
-            "target and a draft. Whether the draft or a user did so is not visible from outside",
-            next="look for the prefix cache in the server's log, and compare with a start without the draft",
-        )
-    elif cached == 0 and facts.cache_block:
+    if cached == 0 and facts.cache_block and facts.has_prefix_cache is not False:
         size = len(found[0].prompt_ids)
         yield ServedFinding(
             id="prefix-cache-unused",
@@ -205,33 +161,3 @@ def _acceptance(found: Sequence[Repeat]) -> Iterator[ServedFinding]:
         follows="a cached prompt comes without the draft's context" if is_cached else "the cause is not known",
         next="start the server without its prefix cache and compare; report it to the engine",
     )
-
-
-def _context(session: QuestionSession, found: Sequence[Repeat]) -> Iterator[ServedFinding]:
-    """Long prompts after which almost nothing is accepted, while much is after the short ones that end them."""
-    short = {
-        answer.output.prompt_token_ids: answer.output.acceptance_lengths
-        for answer in session.first.answers
-        if answer.output.acceptance_lengths
-    }
-    pairs = [
-        (item.cold, short.get(item.prompt_ids[-len(ids) :])) for item, ids in zip(found, session.prompts, strict=False)
-    ]
-    known = [(cold, lengths) for cold, lengths in pairs if lengths]
-    if len(known) < 2 or len(known) < len(found):
-        return
-    long_len, num_steps = pooled_length([cold for cold, _ in known])
-    short_len = sum(sum(lengths) for _, lengths in known) / sum(len(lengths) for _, lengths in known)
-    if long_len is None or num_steps < MIN_STEPS or short_len < SOUND:
-        return
-    each = [(pooled_length([cold])[0] or 1, sum(lengths) / len(lengths)) for cold, lengths in known]
-    is_each_lower = all(after - 1 < EACH * (before - 1) for after, before in each)
-    if long_len - 1 < HALF * (short_len - 1) and is_each_lower:
-        yield ServedFinding(
-            id="acceptance-falls-with-context",
-            severity="warning",
-            seen=f"{short_len:.2f} tokens per step after short prompts, {long_len:.2f} ({num_steps} "
-            f"steps) after {len(found[0].prompt_ids)} tokens that end with the same prompts",
-            follows="the draft does not read long contexts; the cause is not known: rope, window, or training",
-            next="dflash eval-acceptance DRAFT --target TARGET --context-lengths 512,2048",
-        )

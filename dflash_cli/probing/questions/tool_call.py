@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash_cli.probing.inference_server import MEASURED, ServedToolCall, Variant
-from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.question import QUESTIONS, CountedCall, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.errors import RequestError
@@ -35,7 +35,7 @@ MESSAGES = ({"role": "user", "content": "What will the weather be in Lisbon for 
 def ask(session: QuestionSession) -> Outcome:
     """Findings about a tool call."""
 
-    def call(*, is_streamed: bool = False, variant: Variant = MEASURED) -> tuple[ServedToolCall, int | None]:
+    def call(*, is_streamed: bool = False, variant: Variant = MEASURED) -> CountedCall:
         return session.call_tool(
             lambda: session.server.call_tool(
                 MESSAGES, TOOL, max_new_tokens=ANSWER_LEN, is_streamed=is_streamed, variant=variant
@@ -43,22 +43,25 @@ def ask(session: QuestionSession) -> Outcome:
         )
 
     try:
-        whole, num_steps = call()
-        streamed, _ = call(is_streamed=True)
+        first, second = call(), call(is_streamed=True)
     except RequestError as error:
         raise NotJudged(f"the server takes no tools: {shorten(error.message, 100)}") from error
+    whole, streamed = first.call, second.call
     state, streamed_state = _state(whole), _state(streamed)
     if state == "cut":
         raise NotJudged(f"no tool call within {ANSWER_LEN} tokens")
     plain = None
     if state == "broken" and session.server.can_switch_off:
-        plain = _state(call(variant=Variant(is_plain=True))[0])
+        plain = _state(call(variant=Variant(is_plain=True)).call)
     words = {"whole": "sound", "broken": "broken", "cut": "not finished", "absent": "absent"}
     seen = f"call {words[state]}, streamed {words[streamed_state]}"
     findings = [
         *_broken(state, whole, plain),
         *_stream(state, streamed_state, whole, streamed),
-        *_drafted(session, whole, num_steps),
+        *_drafted(session, whole, first.num_steps),
+        *session.find_slow(
+            "tool-call-slow", "a tool call", min(first.seconds, second.seconds), whole.num_tokens or ANSWER_LEN
+        ),
     ]
     return Outcome(seen=seen, findings=findings)
 
@@ -116,7 +119,8 @@ def _stream(
 
 
 def _drafted(session: QuestionSession, call: ServedToolCall, num_steps: int | None) -> Iterator[ServedFinding]:
-    if num_steps == 0 and (call.num_tokens or 0) >= MIN_TOKENS and session.first.total.counts.num_drafts:
+    is_long, has_drafts = (call.num_tokens or 0) >= MIN_TOKENS, session.first.total.counts.num_drafts > 0
+    if num_steps == 0 and is_long and has_drafts and session.drafts_usually():
         yield ServedFinding(
             id="tool-call-not-drafted",
             severity="warning",

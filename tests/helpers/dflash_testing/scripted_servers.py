@@ -10,9 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import pytest
+
+import dflash_cli
+from dflash_cli.probing import probe_options, served_answers
+from dflash_cli.probing.server_probe import Probed
 from dflash_runtime.errors import RequestError
 from dflash_testing.fake_engines import FakeEngine, Ids, Text
 from dflash_testing.server_forms import ANSWERS, LOGPROBS, METRICS, PATHS, documents, said
+
+NUM_PROMPTS, ANSWER_LEN = 16, 64
+V, S, L = ({"style": style} for style in ("vllm", "sglang", "llama.cpp"))
+"""Changes of a script for each engine."""
+STEPS = {**V, "reports": "detailed"}
+"""vLLM with each step in its answers."""
 
 Json = Literal["sound", "broken", "broken with drafts", "free text", "undrafted", "cut", "thinking", "refused"]
 Tools = Literal["sound", "stream loses text", "broken", "as text", "undrafted", "absent", "cut", "refused"]
@@ -147,6 +158,19 @@ class Script(FakeEngine):
             )
             message = {"role": "assistant", "content": content}
         return message, "length" if self.tools == "cut" else "tool_calls", len(text.token_ids)
+
+
+def probe_script(patch: pytest.MonkeyPatch, script: Script, **options: Any) -> Probed:
+    """The outcome of a probe of a script with NUM_PROMPTS prompts."""
+    patch.setattr(served_answers, "COUNTER_PAUSE_S", 0.0)
+    patch.setattr(probe_options, "HttpClient", lambda *args, **kwargs: ScriptedClient(script))
+    prompts = [[20 + place for place in range(8 + index)] + [200 + index] for index in range(NUM_PROMPTS)]
+    return dflash_cli.probe(url="scripted", prompts=prompts, max_new_tokens=ANSWER_LEN, **options)
+
+
+def named(found: Probed) -> set[str]:
+    """Ids of the errors and warnings of a probe."""
+    return {item.id for item in found.findings if item.severity != "info"}
 
 
 class ScriptedClient:
