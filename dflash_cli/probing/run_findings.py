@@ -78,24 +78,24 @@ def _partly_engaged(server: InferenceServer, runs: Sequence[ServerRun]) -> Itera
 
 
 def _undrafted(server: InferenceServer, run: ServerRun) -> tuple[float, int]:
-    """Share and number of the answers' tokens that come from steps without a draft; 0 if that is not known.
-
-    Of a server that may drop drafts, only answers without one draft count.
-    """
-    after_first = [(len(answer.output.token_ids) - 1, answer.output.acceptance_lengths) for answer in run.answers]
-    total = sum(max(0, tokens) for tokens, _ in after_first)
-    is_known = run.is_engaged is True and run.origin in ("answers", "counters") and not run.includes_others
-    if not is_known or not total:
+    """Share and number of the answers' tokens that come from steps without a draft; 0 if that is not known."""
+    total = sum(max(0, len(answer.output.token_ids) - 1) for answer in run.answers)
+    if run.is_engaged is not True or run.includes_others or not total:
         return 0.0, 0
-    lacking = sum(
-        max(0, tokens - sum(lengths)) for tokens, lengths in after_first if server.drafts_every_step or not lengths
-    )
-    if not run.reports_steps:  # an answer without steps may only lack a reading of the counters
-        counted = run.counted
-        if counted is None or counted.num_drafts is None or counted.num_accepted_tokens is None:
-            return 0.0, 0
-        lacking = min(lacking, max(0, total - counted.num_drafts - counted.num_accepted_tokens))
-    return lacking / total, lacking
+    counted, found = run.counted, 0
+    if run.lists_steps:
+        found = _undrafted_of_answers(server, run)
+    elif counted is not None and counted.num_drafts is not None and counted.num_accepted_tokens is not None:
+        found = max(0, total - counted.num_drafts - counted.num_accepted_tokens)
+        if not server.drafts_every_step:
+            found = min(found, _undrafted_of_answers(server, run)) if run.origin == "answers" else 0
+    return found / total, found
+
+
+def _undrafted_of_answers(server: InferenceServer, run: ServerRun) -> int:
+    """Tokens that no step of their answer accounts for. A server that may drop drafts must lack all of an answer."""
+    each = [(len(answer.output.token_ids) - 1, answer.output.acceptance_lengths) for answer in run.answers]
+    return sum(max(0, tokens - sum(steps)) for tokens, steps in each if server.drafts_every_step or not steps)
 
 
 def _lengths_of_undrafted(run: ServerRun) -> str:

@@ -84,6 +84,7 @@ class ServerRun:
     conversations: Annotated[tuple[ConversationCounts, ...], HIDDEN]
     answers: Annotated[tuple[Answer, ...], HIDDEN]
     has_counters: Annotated[bool, HIDDEN]
+    lists_steps: Annotated[bool, HIDDEN] = False
     reports_steps: Annotated[bool, HIDDEN] = False
     widths: Annotated["DraftWidths | None", HIDDEN] = None
 
@@ -206,6 +207,7 @@ def run_server(
         answers=tuple(journal.answers),
         counted=counted,
         has_counters=before is not None,
+        lists_steps=any(served.steps is not None for _, served in found),
         reports_steps=any(served.steps is not None or served.num_steps for _, served in found),
         widths=_widths(found, counted),
         failed=tuple(failures),

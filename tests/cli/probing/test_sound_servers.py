@@ -15,6 +15,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "sglang with earlier names": {**S, "old_names": True, "release": "0.5.6"},
     "sglang without metrics": {**S, "has_metrics": False},
     "llama.cpp": L,
+    "llama.cpp, one request at a time": {**L, "num_slots": 1},
     "llama.cpp without metrics": {**L, "has_metrics": False},
     "K 3": {**V, "k": 3},
     "K 15": {**STEPS, "k": 15, "rate": 0.85},

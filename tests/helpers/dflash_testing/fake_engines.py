@@ -84,6 +84,7 @@ class FakeEngine:
     drafted        draft tokens per step if they are fewer than k
     cache          state of the prefix cache: `off` by the settings, `untold` without a setting or a counter
     block          tokens of a block of the prefix cache
+    num_slots      requests that llama.cpp runs at the same time
     started_s      start of the process, if the metrics show it
     metrics_slash  redirect the metrics to a path that ends with a slash
     """
@@ -114,6 +115,7 @@ class FakeEngine:
     cache: str = "on"
     block: int = 16
     kv_dtype: str = "auto"
+    num_slots: int = 4
     started_s: float | None = None
     pause_s: float = 0.002
     url: str = ""

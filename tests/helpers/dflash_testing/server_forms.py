@@ -52,7 +52,7 @@ def documents(engine: FakeEngine) -> dict[str, Any]:
         params = {"speculative.type": "draft-dflash" if engine.has_draft else "none", "speculative.n_max": engine.k}
         found["/props"] = {
             "default_generation_settings": {"params": params, "n_ctx": 8192},
-            "total_slots": 4,
+            "total_slots": engine.num_slots,
             "build_info": "b10902-0a1b2c3",
         }
     return found
