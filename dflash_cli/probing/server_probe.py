@@ -35,8 +35,9 @@ from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, U
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
-QUESTIONS_SHARE = 0.5
-"""The questions' share of the time, against 1 for a run with one request at a time."""
+RUNS_SHARE, QUESTIONS_SHARE = 0.95, 0.5
+"""Prompts and questions get the first share of the time, comparing answers the rest. Questions get the second share
+against 1 for a run with one request at a time."""
 UNSAFE_AFTER = {
     "counters-reset": {"counters-incomplete"},
     "several-replicas": {
@@ -142,8 +143,6 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     questions = _ask_questions(request, facts, runs, identity)
     identity = identity or find_identity(looks, request.server.readings, num_before)
     loads, yardsticks = _compare(runs, [*([own] if own else []), *_results([beside])], request.asking.confidence)
-    for server in filter(None, (request.server, request.beside)):
-        server.client.ends_at = request.ends_at
     alike, unlike = _compare_tokens(request, runs, beside)
     evidence = Evidence(
         facts=facts,
@@ -179,7 +178,7 @@ def _share_time(request: ProbePlan, numbers: Sequence[int]) -> list[float]:
     A run with N requests at a time gets an Nth of the time of a run with one.
     """
     now, shares = time.monotonic(), [1 / number for number in numbers]
-    whole = (request.ends_at - now) / (sum(shares) + (QUESTIONS_SHARE if request.options.questions else 0))
+    whole = RUNS_SHARE * (request.ends_at - now) / (sum(shares) + (QUESTIONS_SHARE if request.options.questions else 0))
     return [now + whole * sum(shares[: place + 1]) for place in range(len(shares))]
 
 
@@ -188,7 +187,6 @@ def _ask_questions(
 ) -> list[QuestionReport]:
     if not request.options.questions or not runs[0].answers:
         return []
-    request.server.client.ends_at = request.ends_at
     session = QuestionSession(
         server=request.server,
         facts=facts,
@@ -276,8 +274,11 @@ def _run(
     ends_at: float,
     observe: Observe | None,
 ) -> ServerRun:
-    server.client.ends_at = ends_at
-    asking = replace(request.asking, journal=rows_path(request.asking.journal, concurrency, is_beside=name == BESIDE))
+    asking = replace(
+        request.asking,
+        ends_at=ends_at,
+        journal=rows_path(request.asking.journal, concurrency, is_beside=name == BESIDE),
+    )
     watching = observe(name) if observe is not None else None
     return run_server(server, facts, asking, name=name, concurrency=concurrency, observe=watching)
 

@@ -1,5 +1,6 @@
 """Send all prompts to one server at a given concurrency, and measure acceptance from answers and counters."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -39,7 +40,10 @@ Rows = list[tuple[Answer, ServedAnswer]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRequest:
-    """The prompts and options of a run, and the options of its intervals. Answers are stored in `journal`."""
+    """The prompts and options of a run, and the options of its intervals. Answers are stored in `journal`.
+
+    After `ends_at`, in seconds of `time.monotonic`, no prompt is asked.
+    """
 
     rows: Sequence[PromptRow]
     asked: Asked
@@ -47,6 +51,7 @@ class ServerRequest:
     chat: bool = False
     confidence: float = 0.95
     num_resamples: int = 10_000
+    ends_at: float = math.inf
     journal: Path | None = None
     resume: bool = False
     force: bool = False
@@ -173,6 +178,8 @@ def run_server(
     started, before = time.perf_counter(), server.counters()
     settings = {"engine": facts.engine, "model": facts.model, "concurrency": concurrency}
     settings |= _facts(facts, request.asked, chat=request.chat)
+    whole_end = server.client.ends_at
+    server.client.ends_at = min(whole_end, request.ends_at)
     found: Rows = []
     failures: list[Failure] = []
     num_retried, num_late = server.client.num_retried, 0
@@ -192,6 +199,7 @@ def run_server(
                 if observe is not None:
                     observe(Event(answer.row, answer.output.token_ids, answer.text, answer))
     journal.drop_unfinished()
+    server.client.ends_at = whole_end
     counted, notes = _count(server, before, found, server.client.num_retried - num_retried + len(failures), watch)
     total, origin, why = _pool(journal.answers, [served for _, served in found], counted, facts, request)
     is_ordered = not num_resumed and all(served.steps is not None and served.steps.is_ordered for _, served in found)
@@ -292,7 +300,10 @@ def _count(
     if before is None or not found:
         return None, []
     num_tokens = sum(len(served.token_ids) for _, served in found)
-    now = await_counters(server, before, num_requests=len(found), num_tokens=num_tokens)
+    try:
+        now = await_counters(server, before, num_requests=len(found), num_tokens=num_tokens)
+    except TimeIsUp:
+        return None, []
     risen = None if now is None else now.since(before)
     if risen is None:
         text = "the server restarted during the run, because a counter fell; its counters are not used"

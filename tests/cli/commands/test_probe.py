@@ -15,11 +15,12 @@ import pytest
 
 import dflash_cli
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_cli.probing import http_client, served_answers
+from dflash_cli.probing import http_client, probe_options, served_answers
 from dflash_testing import checkpoints as support
 from dflash_testing.fake_engines import FakeEngine, make_text, prompt_rows, texts_of_rows
 from dflash_testing.inference_servers import serving
 from dflash_testing.paths import ROOT
+from dflash_testing.scripted_servers import Script, ScriptedClient
 
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "runtime", "kernels"))}
 FEW = ("--concurrency", "1", "-n", "40", "--no-questions")
@@ -273,6 +274,34 @@ def test_counters_that_have_no_text_are_one_line(prompts: Path) -> None:
         done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
     assert (done.code, done.error_id) == (5, "not-prometheus")
     assert "/metrics: " in done.err
+
+
+def test_prompts_without_time_are_left_out_and_the_probe_ends(prompts: Path) -> None:
+    started = time.monotonic()
+    with serving(FakeEngine(reports="summary", pause_s=0.25)) as engine:
+        done = support.invoke("probe", engine.url, "-p", prompts, "-n", "40", "--max-time", "3", "--json")
+    assert (done.code, time.monotonic() - started < 10) == (0, True)
+    document = json.loads(done.out)
+    assert "time-is-up" in done.notices
+    assert 0 < document["runs"][0]["num_conversations"] < 14
+    assert document["questions"]
+    assert document["findings"] == []
+
+
+def test_a_server_that_hangs_ends_the_probe_in_its_time(prompts: Path) -> None:
+    with serving(FakeEngine(reports="summary", pause_s=3)) as engine:
+        done = support.invoke("probe", engine.url, "-p", prompts, "--max-time", "1")
+    assert (done.code, done.error_id) == (4, "time-is-up")
+
+
+def test_an_error_of_a_question_is_an_exit_code_and_a_line(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(style="sglang", split_nats=3.0)
+    monkeypatch.setattr(probe_options, "HttpClient", lambda *args, **kwargs: ScriptedClient(script))
+    done = support.invoke("probe", "scripted", "-p", prompts, "-n", "40")
+    assert done.code == 3
+    assert "\nerror answers-not-greedy: 14 of 14 greedy answers " in done.out
+    assert "\nasked plain-decoding (14 requests, " in done.out
+    assert support.invoke("probe", "scripted", "-p", prompts, "-n", "40", "--no-questions").code == 0
 
 
 def test_a_key_is_sent_and_never_shown(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
