@@ -174,7 +174,7 @@ class InferenceServer(ABC):
     can_score: ClassVar[bool] = False
     """Whether `score` works."""
     plain_fields: ClassVar[Mapping[str, Any]] = {}
-    """Fields of a request that switch drafts off; empty if the engine has none."""
+    """Fields of a request that switch drafts off; empty if no request can."""
 
     def __init__(self, client: HttpClient, model: str) -> None:
         self.client = client

@@ -35,7 +35,7 @@ SLOW, SLOW_SECONDS = 5, 0.5
 
 
 class NotJudged(Exception):
-    """The question has no answer here. The text says why."""
+    """The server cannot answer the question. The text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class QuestionSession:
         return self.server.counters() if self.first.has_counters and self.is_safe else None
 
     def _rise(self, before: ServerCounters | None, num_tokens: int) -> ServerCounters | None:
-        """The rise of the counters, if it is that of one answer with `num_tokens` tokens."""
+        """The rise of the counters, or None unless one answer of `num_tokens` tokens explains it."""
         if before is None:
             return None
         now = await_counters(self.server, before, num_requests=1, num_tokens=num_tokens)

@@ -122,7 +122,7 @@ def _capped(facts: ServerFacts, run: ServerRun) -> Iterator[ServedFinding]:
             id="draft-capped",
             severity="warning",
             seen=f"no step drafts more than {limit} of {configured} configured tokens ({widths.num_steps} steps)",
-            follows="the server limits the drafts; the length is that of fewer draft tokens",
+            follows="the server limits the drafts, and the acceptance length is lower for it",
             next="look for a limit of draft tokens in the server's options, such as one by batch size",
         )
 

@@ -12,7 +12,7 @@ Severity = Literal["error", "warning", "info"]
 class ServedFinding:
     """A fault or a fact.
 
-    severity  error: the server is wrong. warning: probably not what its user wants. info: a fact about the figures.
+    severity  error: the server is wrong; warning: it probably does not do what its user wants; info: a fact
     seen      figures of this probe
     follows   a conclusion from them, or that the cause is not known
     next      a command or a change that tests the conclusion

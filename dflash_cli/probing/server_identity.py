@@ -28,7 +28,7 @@ def look_at(server: InferenceServer) -> ServerFacts:
 
 
 def identify(readings: Sequence[ServerMetrics]) -> Identity:
-    """What the readings show, in order of time."""
+    """Whether readings, in order of time, come from one process, a restarted one or several."""
     starts = [item.started_s for item in readings if item.started_s is not None]
     changes = sum(now != before for before, now in pairwise(starts))
     if changes >= len(set(starts)) > 1:

@@ -36,8 +36,8 @@ from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
 RUNS_SHARE, QUESTIONS_SHARE = 0.95, 0.5
-"""Prompts and questions get the first share of the time, comparing answers the rest. Questions get the second share
-against 1 for a run with one request at a time."""
+"""Prompts and questions get the first share of the time, comparing answers the rest. Questions get the second share,
+and a run with one request at a time gets 1."""
 UNSAFE_AFTER = {
     "counters-reset": {"counters-incomplete"},
     "several-replicas": {
@@ -204,7 +204,7 @@ def _findings(
     identity: Sequence[ServedFinding],
     questions: Sequence[QuestionReport],
 ) -> tuple[ServedFinding, ...]:
-    """All findings. What depends on one process that counts is left out if several answer, or if it started anew."""
+    """All findings, without findings that a restart or several servers explain too."""
     found = [
         *find_in_runs(request.server, evidence.facts, evidence.runs, evidence.loads, evidence.equalities),
         *(item for question in questions for item in question.findings),

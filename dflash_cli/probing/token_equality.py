@@ -20,7 +20,7 @@ from dflash_runtime.scheduling.request import FinishReason
 NEAR_TIE_NATS = 0.25
 """Two steps of bfloat16 at logits between 16 and 32: the largest difference from rounding in two forward passes."""
 FAULT_NATS = 1.0
-"""A difference of this many nats is a fault by itself. Two or more smaller ones are, if they are no near-ties."""
+"""One difference of this many nats is a fault. Of smaller differences above a near-tie, two are."""
 MAX_ASKED = 64
 """The most differences for which the server is asked for log-probabilities."""
 

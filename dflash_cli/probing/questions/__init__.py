@@ -1,1 +1,1 @@
-"""What the probe asks beside the measured prompts, one file per question."""
+"""Questions that the probe asks beside the measured prompts, one file per question."""

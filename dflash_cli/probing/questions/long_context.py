@@ -13,8 +13,8 @@ from dflash_runtime.phrases import plural
 
 FIRST, MORE = slice(0, 3), slice(3, 11)
 SOUND, HALF, EACH, MOST, MIN_STEPS = 2.0, 0.5, 0.7, 0.75, 20
-"""Acceptance falls with context if the length is SOUND after short prompts, if HALF of the draft tokens or fewer are
-accepted after long ones, and if that share is below EACH for MOST prompts."""
+"""Acceptance falls with context if the length is SOUND after short prompts, and HALF of the draft tokens or fewer are
+accepted after long ones. For MOST prompts the share must be below EACH."""
 
 Pair = tuple[CountedAnswer, Sequence[int]]
 

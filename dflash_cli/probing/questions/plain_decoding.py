@@ -40,7 +40,7 @@ def ask(session: QuestionSession) -> Outcome:
 
 
 def _against_scores(session: QuestionSession, texts: Sequence[TokenText]) -> TokenEquality:
-    """Each answer's worst token against the target's first choice at its place."""
+    """Each answer's least likely token against the target's first choice at that position."""
     found = []
     for text in texts:
         try:

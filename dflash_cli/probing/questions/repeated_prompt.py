@@ -24,7 +24,7 @@ CACHED = Variant(uses_cache=True)
 LOWER, MIN_MORE_STEPS = 0.7, 10
 """A warm answer is slower if its length is below this share of the cold one, over this many steps more."""
 NUM_RETRIES = 3
-"""A prompt of which nothing is cached is asked again this often: one of several servers may have answered."""
+"""The probe asks an uncached prompt again this often, because one of several servers may have answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ TOOL: Mapping[str, Any] = {
         },
     },
 }
-MESSAGES = ({"role": "user", "content": "What will the weather be in Lisbon for the next three days? Use the tool."},)
+MESSAGES = ({"role": "user", "content": "Get the weather in Lisbon for the next three days. Use the tool."},)
 
 
 @QUESTIONS.register("tool-call")

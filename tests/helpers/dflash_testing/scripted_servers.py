@@ -49,6 +49,8 @@ class Script(FakeEngine):
     repeat_nats    the same for the second answer to a long prompt
     has_scores     whether the server gives log-probabilities
     replicas       servers behind the address, of which a random one answers
+    ends_after     number of answers after which the draft is not engaged any more
+    is_unsteady    a wrong prefix cache is wrong in another way each time
     adaptive       the server chooses draft lengths by itself
     """
 
@@ -67,11 +69,15 @@ class Script(FakeEngine):
     replicas: int = 1
     grows_alone: int = 0
     adaptive: bool = False
+    ends_after: int | None = None
+    is_unsteady: bool = False
     num_asked: dict[Ids, int] = field(default_factory=dict)
 
     def complete(self, ids: Ids, num_tokens: int, *, is_plain: bool, uses_cache: bool) -> Text:
         """The answer to a prompt of tokens, counted."""
         is_long = len(ids) >= LONG
+        if self.ends_after is not None and self.num_answers >= self.ends_after:
+            self.is_engaged = False
         if num_tokens != TRIAL_LEN and not is_plain:
             self.num_asked[ids] = self.num_asked.get(ids, 0) + 1
         number = self.num_asked.get(ids, 0)
@@ -80,7 +86,7 @@ class Script(FakeEngine):
         finds = is_warm and self.cache not in ("off", "unused")
         tokens = list(self.tokens(ids, num_tokens))
         if (is_warm and self.cache == "wrong") or (is_plain and self.split_nats) or (is_loaded and self.loaded_split):
-            tokens[SPLIT] += 1
+            tokens[SPLIT] += number if self.is_unsteady else 1
         rate = self.rate if not is_loaded or self.loaded_rate is None else self.loaded_rate
         rate = self.long_rate if is_long and self.long_rate is not None else rate
         rate = 0.05 if finds and self.cache == "draftless" else rate
