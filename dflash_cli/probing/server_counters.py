@@ -86,7 +86,7 @@ def read_metrics(text: str, names: Mapping[str, str], where: str) -> ServerMetri
     Raises:
         UnsupportedError: the text is not in this format.
     """
-    samples = _samples(text, where)
+    samples = _samples(_relevant(text, names), where)
     started = [value for name, _, value in samples if name == STARTED and math.isfinite(value)]
     return ServerMetrics(
         counters=_counters_of(samples, names, where),
@@ -120,6 +120,13 @@ def _counters_of(samples: list[Sample], names: Mapping[str, str], where: str) ->
     values = {field: int(totals[names[field]]) if names.get(field) in totals else None for field in SCALARS}
     per_pos_accepted = tuple(int(positions.get(position, 0)) for position in range(max(positions, default=-1) + 1))
     return ServerCounters(**values, per_pos_accepted=per_pos_accepted)
+
+
+def _relevant(text: str, names: Mapping[str, str]) -> str:
+    """The lines with a metric that is read, because parsing is slow; a text without one is returned whole."""
+    wanted = (*names.values(), STARTED, f"{INFO}{{")
+    lines = [line for line in text.splitlines(keepends=True) if any(name in line for name in wanted)]
+    return "".join(lines) or text
 
 
 def _samples(text: str, where: str) -> list[Sample]:
