@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import HttpClient
 from dflash_cli.probing.server_counters import ServerCounters, ServerMetrics, read_metrics
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_cli.probing.tool_calls import ServedToolCall, read_call, read_streamed_call
 from dflash_runtime.documents import NOT_REQUIRED, Limits, from_json, to_json
 from dflash_runtime.errors import InvalidConfig, RequestError, UnsupportedError, UsageError
 from dflash_runtime.json_values import as_object, is_int
@@ -117,17 +117,6 @@ class ServedAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedToolCall:
-    """The first tool call of an answer. `arguments` is None without a call; `text` is the rest of the answer."""
-
-    name: str | None
-    arguments: str | None
-    text: str
-    finish_reason: str | None
-    num_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """How a request differs from a measured one.
 
@@ -227,9 +216,9 @@ class InferenceServer(ABC):
             **(self.plain_fields if variant.is_plain else {}),
         }
         if not is_streamed:
-            return self.post(CHAT, body, _read_call)
+            return self.post(CHAT, body, read_call)
         text = self.client.post_text(CHAT, body)
-        return self.read(lambda _: _read_streamed_call(text), None, CHAT)
+        return self.read(lambda _: read_streamed_call(text), None, CHAT)
 
     def counters(self) -> ServerCounters | None:
         """The server's counters, or None if it does not report any of drafts."""
@@ -376,44 +365,3 @@ def ids_of(document: Any, name: str = "tokens") -> list[int]:
     if not isinstance(found, list) or not all(is_int(item) and 0 <= item < 1 << 31 for item in found):
         raise TypeError(f"{name} is not a list of token ids")
     return found
-
-
-def _read_call(document: Any) -> ServedToolCall:
-    choice = document["choices"][0]
-    message = choice["message"]
-    calls = message.get("tool_calls") or [{}]
-    function = as_object(calls[0].get("function"))
-    return ServedToolCall(
-        name=_text(function.get("name")),
-        arguments=_text(function.get("arguments")),
-        text=_text(message.get("content")) or "",
-        finish_reason=_text(choice.get("finish_reason")),
-        num_tokens=_count(as_object(document.get("usage")).get("completion_tokens")),
-    )
-
-
-def _read_streamed_call(text: str) -> ServedToolCall:
-    """The first tool call of a stream of events, put together from its pieces."""
-    name, arguments, content, reason = None, None, "", None
-    for line in text.splitlines():
-        data = line.removeprefix("data:").strip()
-        if not line.startswith("data:") or data == "[DONE]":
-            continue
-        for choice in as_object(loads(data.encode())).get("choices") or []:
-            delta = as_object(choice.get("delta"))
-            content += _text(delta.get("content")) or ""
-            reason = _text(choice.get("finish_reason")) or reason
-            for call in delta.get("tool_calls") or []:
-                function = as_object(call.get("function"))
-                if not call.get("index"):
-                    name = _text(function.get("name")) or name
-                    arguments = (arguments or "") + (_text(function.get("arguments")) or "")
-    return ServedToolCall(name=name, arguments=arguments, text=content, finish_reason=reason, num_tokens=None)
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _count(value: object) -> int | None:
-    return value if is_int(value) and 0 <= value < MAX_LEN else None

@@ -15,7 +15,6 @@ from dflash_cli.probing.inference_server import (
     Asked,
     InferenceServer,
     ServedAnswer,
-    ServedToolCall,
     ServerFacts,
     Variant,
 )
@@ -24,6 +23,7 @@ from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_cli.probing.server_run import ServerRequest, ServerRun
 from dflash_cli.probing.token_equality import TokenEquality
+from dflash_cli.probing.tool_calls import ServedToolCall
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry

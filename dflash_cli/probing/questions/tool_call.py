@@ -6,9 +6,10 @@ A verify step commits several tokens at once. A parser that expects one token at
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_cli.probing.inference_server import MEASURED, ServedToolCall, Variant
+from dflash_cli.probing.inference_server import MEASURED, Variant
 from dflash_cli.probing.question import QUESTIONS, CountedCall, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.tool_calls import ServedToolCall
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import shorten
