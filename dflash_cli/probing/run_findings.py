@@ -14,8 +14,9 @@ from dflash_runtime.phrases import plural
 
 NEAR_ZERO_LEN, NEAR_ZERO_RATE, MIN_STEPS = 1.12, 0.1, 100
 """A draft of another layout has at most this length and rate of the first position, over this many steps."""
-PART, MIN_TOKENS = 0.15, 64
-"""A share and a number of tokens without a draft that rounding of steps and ends of answers do not explain."""
+PART, MIN_TOKENS, FEWER = 0.15, 64, 0.9
+"""A share and a number of tokens without a draft that rounding of steps and ends of answers do not explain. A server
+that stops drafting also counts fewer verify steps per token, below this share."""
 WHOLE = 0.02
 """A mean this close to a whole number is a limit; a server that chooses widths by itself has others."""
 
@@ -61,7 +62,8 @@ def _partly_engaged(server: InferenceServer, runs: Sequence[ServerRun]) -> Itera
     for run in runs:
         share, num_tokens = _undrafted(server, run)
         is_off = run.is_engaged is False and runs[0].is_engaged is True
-        if is_off or (share > PART and num_tokens >= MIN_TOKENS):
+        has_fewer_steps = run is runs[0] or _steps_per_token(run) < FEWER * _steps_per_token(runs[0])
+        if is_off or (share > PART and num_tokens >= MIN_TOKENS and has_fewer_steps):
             is_loaded = run is not runs[0] and before < PART / 2
             yield ServedFinding(
                 id="draft-off-under-load" if is_loaded else "partly-drafted",
@@ -75,6 +77,10 @@ def _partly_engaged(server: InferenceServer, runs: Sequence[ServerRun]) -> Itera
             )
             return
         before = max(before, share)
+
+
+def _steps_per_token(run: ServerRun) -> float:
+    return run.total.counts.num_drafts / max(1, sum(len(answer.output.token_ids) for answer in run.answers))
 
 
 def _undrafted(server: InferenceServer, run: ServerRun) -> tuple[float, int]:

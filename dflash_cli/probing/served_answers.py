@@ -3,15 +3,17 @@
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServedAnswer, ServedSteps
 from dflash_cli.probing.server_counters import ServerCounters
+from dflash_runtime.errors import DFlashError
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
-MAX_UNCOUNTED = 3
+MAX_UNCOUNTED, GLANCES = 3, 4
 COUNTER_WAITS, COUNTER_PAUSE_S = 40, 0.025
 """How often and how long to wait for counters, which servers may update a moment after an answer."""
 
@@ -26,8 +28,15 @@ class CounterWatch:
     def __init__(self, server: InferenceServer, before: ServerCounters) -> None:
         self._server = server
         self._last = before
-        self._num_uncounted = 0
+        self._num_uncounted = self._num_glances = 0
         self.num_foreign = 0
+
+    def glance(self) -> None:
+        """Read the counters after every GLANCES answers that list their own steps, to notice a restart."""
+        self._num_glances += 1
+        if self._num_glances % GLANCES == 0:
+            with suppress(DFlashError):
+                self._server.counters()
 
     def steps_of(self, served: ServedAnswer) -> ServedSteps | None:
         """The steps of the latest answer, or None if the counters do not show them."""
@@ -109,6 +118,8 @@ def ask_row(
         steps = served.steps
         if steps is None and watch is not None:
             steps = watch.steps_of(served)
+        elif watch is not None:
+            watch.glance()
         yield (
             Answer(row, conversation.turn, to_output(row, conversation.turn, prompt_ids, served, steps), served.text),
             served,

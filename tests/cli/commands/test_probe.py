@@ -355,6 +355,7 @@ def test_lower_acceptance_under_load_is_a_fault_of_the_engine(prompts: Path) -> 
         done = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "1,8", "-n", "40")
     assert done.code == 3
     assert "(rule 5)" in cause(done)
+    assert [word in done.out for word in ("acceptance-falls-with-load", "draft-off-under-load")] == [True, False]
 
 
 @pytest.mark.parametrize(("gap", "code"), [(0.05, 0), (2.0, 3)])

@@ -45,6 +45,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "16": ({**V, "long_rate": 0.1}, "acceptance-falls-with-context"),
     "16 sglang": ({**S, "long_rate": 0.1}, "acceptance-falls-with-context"),
     "17": ({**V, "resets_at": 8}, "counters-reset"),
+    "17 answers": ({**S, "resets_at": 12}, "counters-reset"),
     "18": ({**V, "is_shared": True}, "foreign-traffic"),
     "18 idle": ({**STEPS, "grows_alone": 50}, "foreign-traffic"),
     "11 load": ({**STEPS, "loaded_split": 3.0}, "answers-change-with-load"),
