@@ -360,8 +360,9 @@ def test_lower_acceptance_under_load_is_a_fault_of_the_engine(prompts: Path) -> 
 
 @pytest.mark.parametrize(("gap", "code"), [(0.05, 0), (2.0, 3)])
 def test_answers_that_change_under_load_are_near_ties_or_faults(prompts: Path, gap: float, code: int) -> None:
-    with serving(FakeEngine(reports="summary", changes_at=5, gap=gap, pause_s=0.01)) as engine:
-        done = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "1,8", "-n", "40", "--json")
+    options = ("--concurrency", "1,8", "-n", "40", "--no-questions", "--json")
+    with serving(FakeEngine(reports="summary", changes_at=5, gap=gap, pause_s=0.05)) as engine:
+        done = support.invoke("probe", engine.url, "-p", prompts, *options)
     assert done.code == code
     (equality,) = json.loads(done.out)["equalities"]
     assert equality["num_near_ties" if code == 0 else "num_unexplained"] == len(equality["differences"]) > 8
