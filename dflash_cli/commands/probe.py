@@ -101,7 +101,11 @@ def _show(found: "Probed") -> None:
         console.table(columns, rows, title=title)
     lines = [*probe_report.yardstick_lines(found), *probe_report.equality_lines(found)]
     shapes = [line for shape in found.runs[0].shapes for line in shape.lines]
-    for block in (lines, shapes, probe_report.fault_lines(found), probe_report.attribution_lines(found.attribution)):
+    blocks = [
+        lines, shapes, probe_report.question_lines(found), probe_report.fault_lines(found),
+        probe_report.finding_lines(found), probe_report.attribution_lines(found.attribution),
+    ]  # fmt: skip
+    for block in blocks:
         if block:
             console.result("", *block)
 
@@ -123,5 +127,5 @@ def _finish(found: "Probed", minimum: float | None, *, use_lower_bound: bool, al
             raise typer.Exit(max(failure.exit_code for failure in failures))
     if minimum is not None:
         check_summary(found.runs[0].total, minimum, use_lower_bound=use_lower_bound)
-    if found.attribution.is_fault:
+    if found.attribution.is_fault or any(item.severity == "error" for item in found.findings):
         raise typer.Exit(FAULT)

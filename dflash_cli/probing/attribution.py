@@ -27,8 +27,9 @@ from dflash_cli.probing.server_run import ServerRun
 from dflash_cli.probing.token_equality import TokenEquality
 from dflash_runtime.phrases import plural
 
-SLIGHT, MUCH = 0.02, 1.1
-"""A difference of at most a fiftieth is never a fault. Without a test, a fault needs a difference of a tenth."""
+SLIGHT, MUCH, VERY_MUCH, ALIKE, MIN_STEPS = 0.02, 1.1, 1.33, 0.8, 200
+"""A difference of at most a fiftieth is never a fault. Without a test, a fault needs a difference of a tenth, and a
+fall with load this many verify steps on each side."""
 
 Owner = Literal["checkpoint", "engine", "settings", "none", "undecided"]
 
@@ -138,17 +139,19 @@ def _lower(evidence: Evidence) -> Attribution | None:
     hint = f"dflash validate DRAFT --target TARGET --engine {evidence.facts.engine} finds fields it reads differently"
     if evidence.has_other_text:
         hint = "the texts differ too, by more than near-ties: check that the target and its precision are the same"
+    facts = evidence.facts
+    stored = f"; the server stores keys and values as {facts.kv_dtype}" if facts.is_quantised else ""
     return Attribution(
         owner="engine",
         rule=4,
-        evidence=f"{_lengths(item)} on the same prompts{_faults(evidence.known_faults)}",
+        evidence=f"{_lengths(item)} on the same prompts{stored}{_faults(evidence.known_faults)}",
         hint=hint,
     )
 
 
 def _lower_under_load(evidence: Evidence) -> Attribution | None:
     for item in evidence.loads:
-        if item.total.change == "lower" and not _is_slight(item):
+        if is_lower_under_load(item, evidence.equalities):
             change = value_text(item.total.difference, item.total.interval, "+.3f")
             return Attribution(
                 owner="engine",
@@ -161,7 +164,7 @@ def _lower_under_load(evidence: Evidence) -> Attribution | None:
 
 def _unequal(evidence: Evidence) -> Attribution | None:
     for item in evidence.equalities:
-        if item.num_unexplained:
+        if item.shows_fault(is_quantised=evidence.facts.is_quantised):
             return Attribution(
                 owner="engine",
                 rule=6,
@@ -182,6 +185,20 @@ def _checkpoint(evidence: Evidence) -> Attribution | None:
         evidence=f"{_lengths(item)}, and that is low",
         hint="dflash diagnose DRAFT --target TARGET looks for the cause",
     )
+
+
+def is_lower_under_load(item: Comparison, equalities: Sequence[TokenEquality]) -> bool:
+    """Whether the run with more requests is lower by more than luck.
+
+    Without a test it must be lower by a tenth, or by a third if answers differ: other texts have other acceptance.
+    """
+    if item.total.estimate is not None:
+        return item.total.change == "lower" and not _is_slight(item)
+    alike = [found.num_same >= ALIKE * found.num_compared for found in equalities if found.other == item.other.name]
+    ratio = MUCH if alike and all(alike) else VERY_MUCH
+    counts = (item.base.counts, item.other.counts)
+    has_steps = all(side is not None and side.num_drafts >= MIN_STEPS for side in counts)
+    return has_steps and item.base.acceptance_len > ratio * item.other.acceptance_len
 
 
 def _is_higher(item: Comparison) -> bool:

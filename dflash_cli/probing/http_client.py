@@ -4,6 +4,7 @@ The HTTP library comes with huggingface_hub: httpx, or httpx2 from release 2. Bo
 """
 
 import atexit
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -58,11 +59,16 @@ class ServerUnreachable(CheckpointNotFound):
     """A server that gives no usable answer, even after retries."""
 
 
+class TimeIsUp(ServerUnreachable):
+    """The time for all requests has passed."""
+
+
 class HttpClient:
     """A client of one server. It sends `key` to this server only and never prints it.
 
     It repeats a request after a timeout, a broken connection, or a temporary status. Each pause is twice the previous
-    one. `timeout_s` limits a request from its connection to the last byte of its answer.
+    one. `timeout_s` limits a request from its connection to the last byte of its answer. After `ends_at`, in seconds
+    of `time.monotonic`, every request ends with `TimeIsUp`.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class HttpClient:
         self._client = self._library.AsyncClient(headers=headers, timeout=timeout_s, limits=limits, verify=is_encrypted)
         self._count = threading.Lock()
         self.num_retried = 0
+        self.ends_at = math.inf
 
     def close(self) -> None:
         import asyncio
@@ -114,14 +121,7 @@ class HttpClient:
             ServerUnreachable: the server does not answer.
             UnsupportedError: the answer is not JSON, or is too large.
         """
-        response = self._ask("POST", path, body)
-        if response.status >= REDIRECTED:
-            raise RequestError(
-                f"answered {response.status}{_reason(response)}",
-                id="server-refused",
-                path=f"{self.url}{path}",
-                found=response.status,
-            )
+        response = self._post(path, body)
         try:
             return response.json()
         except ValueError as error:
@@ -134,8 +134,25 @@ class HttpClient:
                 expected="a JSON document",
             ) from error
 
+    def post_text(self, path: str, body: Mapping[str, Any]) -> str:
+        """The text that answers a request, such as a stream of events. Raises the errors of `post`."""
+        return self._post(path, body).text
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> Answer:
+        response = self._ask("POST", path, body)
+        if response.status >= REDIRECTED:
+            raise RequestError(
+                f"answered {response.status}{_reason(response)}",
+                id="server-refused",
+                path=f"{self.url}{path}",
+                found=response.status,
+            )
+        return response
+
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
         for attempt in range(self._num_retries + 1):
+            if time.monotonic() >= self.ends_at:
+                raise self._time_is_up(path)
             try:
                 response = self._fetch(method, path, body)
                 status = response.status
@@ -155,6 +172,8 @@ class HttpClient:
                 trouble = f"the connection broke ({type(error).__name__})"
             if trouble is None:
                 return self._checked(path, response)
+            if time.monotonic() >= self.ends_at:
+                raise self._time_is_up(path)
             if attempt < self._num_retries:
                 with self._count:
                     self.num_retried += 1
@@ -176,7 +195,8 @@ class HttpClient:
         import asyncio
 
         data = bytearray()
-        async with asyncio.timeout(self._timeout_s), self._client.stream(method, url, json=body) as response:
+        limit = min(self._timeout_s, self.ends_at - time.monotonic())
+        async with asyncio.timeout(limit), self._client.stream(method, url, json=body) as response:
             async for chunk in response.aiter_raw():
                 data += chunk
                 if len(data) > MAX_ANSWER_BYTES:
@@ -188,6 +208,10 @@ class HttpClient:
             hint = "put the key into an environment variable and add --api-key-env NAME"
             raise self._unreachable(path, f"answered {response.status}", hint, id="key-refused")
         return response
+
+    def _time_is_up(self, path: str) -> TimeIsUp:
+        hint = "raise --max-time"
+        return TimeIsUp("the time for all requests has passed", id="time-is-up", path=f"{self.url}{path}", hint=hint)
 
     def _unreachable(self, path: str, why: str, hint: str, *, id: str) -> ServerUnreachable:
         return ServerUnreachable(why, id=id, path=f"{self.url}{path}", hint=hint)

@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import HttpClient
-from dflash_cli.probing.server_counters import ServerCounters, read_counters
-from dflash_runtime.documents import Limits, from_json, to_json
+from dflash_cli.probing.server_counters import ServerCounters, ServerMetrics, read_metrics
+from dflash_cli.probing.tool_calls import ServedToolCall, read_call, read_streamed_call
+from dflash_runtime.documents import NOT_REQUIRED, Limits, from_json, to_json
 from dflash_runtime.errors import InvalidConfig, RequestError, UnsupportedError, UsageError
 from dflash_runtime.json_values import as_object, is_int
 from dflash_runtime.metrics import MAX_DRAFT_TOKENS
@@ -19,11 +20,14 @@ from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.probing.servers"
+CHAT = "/v1/chat/completions"
 Read = TypeVar("Read")
 
 MAX_STEPS = 200_000
 """More steps than any answer has."""
 MAX_CONCURRENCY = 1_000_000
+MAX_LEN = 1 << 31
+UNQUANTISED = {"auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32", "float", "none", ""}
 MAX_MODELS, MAX_SHOWN_CHARS = 1000, 200
 
 Drafts = Annotated[int, Limits(least=0, below=MAX_DRAFT_TOKENS + 1)]
@@ -41,15 +45,29 @@ class ServerFacts:
     num_draft_tokens: Annotated[int | None, "tokens drafted per step, K"] = None
     draft: Annotated[str | None, "the draft that the server was started with"] = None
     max_concurrency: Annotated[int | None, "requests that the server runs at the same time"] = None
+    max_len: Annotated[int | None, NOT_REQUIRED, "longest prompt and answer, in tokens"] = None
+    kv_dtype: Annotated[str | None, NOT_REQUIRED, "data type of keys and values, as the server writes it"] = None
+    has_prefix_cache: Annotated[bool | None, NOT_REQUIRED, "whether the prefix cache is switched on"] = None
+    cache_block: Annotated[int | None, NOT_REQUIRED, "tokens of a block of the prefix cache"] = None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether keys and values are stored in fewer bits than the target computes with."""
+        return self.kv_dtype is not None and self.kv_dtype.lower().removeprefix("torch.") not in UNQUANTISED
 
     def __post_init__(self) -> None:
         """Drop values that no server of the engine reports."""
-        texts = {name: isinstance(getattr(self, name), str) for name in ("release", "draft")}
+        texts = {name: isinstance(getattr(self, name), str) for name in ("release", "draft", "kv_dtype")}
         numbers = {
             name: is_int(value := getattr(self, name)) and 0 <= value <= most
-            for name, most in (("num_draft_tokens", MAX_DRAFT_TOKENS), ("max_concurrency", MAX_CONCURRENCY))
+            for name, most in (
+                ("num_draft_tokens", MAX_DRAFT_TOKENS),
+                ("max_concurrency", MAX_CONCURRENCY),
+                ("max_len", MAX_LEN),
+                ("cache_block", MAX_LEN),
+            )
         }
-        is_known = {"is_drafting": isinstance(self.is_drafting, bool)}
+        is_known = {name: isinstance(getattr(self, name), bool) for name in ("is_drafting", "has_prefix_cache")}
         for name, is_sound in {**texts, **numbers, **is_known}.items():
             if not is_sound:
                 object.__setattr__(self, name, None)
@@ -84,6 +102,7 @@ class ServedAnswer:
     num_accepted
     num_drafted
     num_draft_tokens  K
+    num_cached        prompt tokens that the prefix cache held
     """
 
     token_ids: tuple[Annotated[int, Limits(least=0, below=1 << 31)], ...]
@@ -94,6 +113,24 @@ class ServedAnswer:
     num_accepted: Steps | None = None
     num_drafted: Steps | None = None
     num_draft_tokens: Drafts | None = None
+    num_cached: Annotated[int, Limits(least=0, below=MAX_LEN)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """How a request differs from a measured one.
+
+    is_plain     drafts nothing, if the server `can_switch_off`
+    uses_cache   reads the prefix cache, also on a server that needs a field for it
+    json_schema  the answer is an instance of this schema
+    """
+
+    is_plain: bool = False
+    uses_cache: bool = False
+    json_schema: Mapping[str, Any] | None = None
+
+
+MEASURED = Variant()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +158,30 @@ class InferenceServer(ABC):
     """The server's options for reporting acceptance."""
     how_to_report_steps: ClassVar[str]
     """The options for reporting the steps of each answer."""
+    drafts_every_step: ClassVar[bool] = True
+    """Whether a sound server drafts in every step. Some drop drafts of low probability."""
+    can_score: ClassVar[bool] = False
+    """Whether `score` works."""
+    plain_fields: ClassVar[Mapping[str, Any]] = {}
+    """Fields of a request that switch drafts off; empty if no request can."""
 
     def __init__(self, client: HttpClient, model: str) -> None:
         self.client = client
         self.model = model
+        self.readings: list[ServerMetrics] = []
+        """Every reading of the metrics, in order of time."""
+
+    @property
+    def can_switch_off(self) -> bool:
+        """Whether a request can switch drafts off."""
+        return bool(self.plain_fields)
 
     @abstractmethod
     def describe(self) -> ServerFacts:
         """The server's description of itself."""
 
     @abstractmethod
-    def answer(self, prompt_ids: Sequence[int], asked: Asked) -> ServedAnswer:
+    def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
         """The server's answer to a prompt. Raises the errors of `post`."""
 
     @abstractmethod
@@ -146,11 +196,42 @@ class InferenceServer(ABC):
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation in the server's chat template with the arguments `options`."""
 
+    def score(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> list[dict[int, float]]:
+        """The target's log-probabilities at each token of an answer, of that token and of the likeliest one."""
+        raise NotImplementedError
+
+    def call_tool(
+        self, messages: Sequence[Mapping[str, Any]], tool: Mapping[str, Any], *, max_new_tokens: int,
+        is_streamed: bool = False, variant: Variant = MEASURED,
+    ) -> ServedToolCall:  # fmt: skip
+        """The server's answer to a chat that must call a tool. Raises the errors of `post`."""
+        body = {
+            "model": self.model,
+            "messages": list(messages),
+            "tools": [tool],
+            "tool_choice": "required",
+            "max_tokens": max_new_tokens,
+            "temperature": 0,
+            "stream": is_streamed,
+            **(self.plain_fields if variant.is_plain else {}),
+        }
+        if not is_streamed:
+            return self.post(CHAT, body, read_call)
+        text = self.client.post_text(CHAT, body)
+        return self.read(lambda _: read_streamed_call(text), None, CHAT)
+
     def counters(self) -> ServerCounters | None:
         """The server's counters, or None if it does not report any of drafts."""
+        return self.metrics().counters
+
+    def metrics(self) -> ServerMetrics:
+        """The server's metrics, which are also kept in `readings`."""
         # Some servers answer only to the path with a slash.
         text = self.client.find_text("/metrics") or self.client.find_text("/metrics/")
-        return None if text is None else read_counters(text, self.counter_names, f"{self.client.url}/metrics")
+        if text is None:
+            return ServerMetrics()
+        self.readings.append(read_metrics(text, self.counter_names, f"{self.client.url}/metrics"))
+        return self.readings[-1]
 
     def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Read]) -> Read:
         """The part of the answer to a request that `read` takes from the answer's JSON document.
@@ -160,7 +241,14 @@ class InferenceServer(ABC):
             ServerUnreachable: the server does not answer.
             UnsupportedError: the answer lacks a field or has another form.
         """
-        document = self.client.post(path, body)
+        return self.read(read, self.client.post(path, body), path)
+
+    def read(self, read: Callable[[Any], Read], document: Any, path: str) -> Read:
+        """What `read` takes from a document at a path.
+
+        Raises:
+            UnsupportedError: the document lacks a field or has another form.
+        """
         try:
             answer = read(document)
             # An answer is read like a document, so that each field has its type and its limits.

@@ -1,6 +1,7 @@
 """The options of `dflash probe`, and the connections they open."""
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,21 @@ class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions,
             min=0, metavar="NATS", group=MEASURING, help="The largest gap between two tokens that rounding explains."
         ),
     ] = NEAR_TIE_NATS
+    questions: Annotated[
+        bool,
+        Option(
+            off="--no-questions",
+            group=ESSENTIALS,
+            help="Also ask about the prefix cache, plain decoding, JSON by a schema and tool calls.",
+        ),
+    ] = True
+    max_time: Annotated[
+        float,
+        Option(
+            min=1, metavar="SECONDS", group=MEASURING, is_setting=False,
+            help="Longest time of the probe. Prompts and questions without time are left out.",
+        ),
+    ] = 180.0  # fmt: skip
     timeout: Annotated[
         float,
         Option(min=0.001, metavar="SECONDS", group=MEASURING, is_setting=False, help="Longest wait for one answer."),
@@ -123,6 +139,7 @@ class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions,
 class ProbePlan:
     """The requests to a server, and the results to compare with.
 
+    ends_at        the end of the probe, in seconds of `time.monotonic`
     beside         another server that gets the same requests
     known_faults   findings of rules about the checkpoint on this engine
     """
@@ -131,6 +148,7 @@ class ProbePlan:
     asking: ServerRequest
     source: PromptSource
     options: ProbeOptions
+    ends_at: float
     beside: InferenceServer | None = None
     known_faults: Sequence[str] = ()
 
@@ -144,10 +162,12 @@ def open_probe(url: str, options: ProbeOptions) -> Iterator[ProbePlan]:
         UnsupportedError: a server's engine is unknown.
         UsageError: an option contradicts the server or another option.
     """
+    ends_at = time.monotonic() + options.max_time
     with ExitStack() as clients:
 
         def connect(address: str, key: str | None, engine: str, model: str | None) -> InferenceServer:
             client = HttpClient(address, key=key, timeout_s=options.timeout, num_retries=options.retries)
+            client.ends_at = ends_at
             clients.callback(client.close)
             return open_server(client, engine=engine, model=model)
 
@@ -182,6 +202,7 @@ def open_probe(url: str, options: ProbeOptions) -> Iterator[ProbePlan]:
             asking=asking,
             source=choice.source,
             options=options,
+            ends_at=ends_at,
             beside=beside,
             known_faults=known_faults(options.draft, options.target, server),
         )

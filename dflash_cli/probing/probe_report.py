@@ -7,6 +7,7 @@ from dflash_cli.acceptance.acceptance_report import MEANING, position_table
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, value_text
 from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.probing.attribution import Attribution
+from dflash_cli.probing.question import QuestionReport
 from dflash_cli.probing.server_probe import Probed
 from dflash_cli.probing.token_equality import TokenEquality
 from dflash_cli.terminal.shown import Table
@@ -64,6 +65,30 @@ def yardstick_lines(found: Probed) -> list[str]:
 def equality_lines(found: Probed) -> list[str]:
     """How many greedy answers are the same, and the first differences."""
     return [line for item in found.equalities for line in _equality(item)]
+
+
+def question_lines(found: Probed) -> list[str]:
+    """`tool-call (2 requests, 192 tokens, 1.3 s): the call is sound, streamed sound`, a line for each question."""
+    return [line for item in found.questions for line in _wrap(f"{_cost(item)}: {_seen(item)}")]
+
+
+def _cost(item: QuestionReport) -> str:
+    requests, tokens = plural(item.num_requests, "request"), plural(item.num_tokens, "token")
+    return f"asked {item.name} ({requests}, {tokens}, {item.seconds:.1f} s)"
+
+
+def _seen(item: QuestionReport) -> str:
+    return item.seen if item.is_judged else f"not judged: {item.seen}"
+
+
+def finding_lines(found: Probed) -> list[str]:
+    """Each finding: `warning prefix-cache-unused: what was seen`, what follows, and the next thing to do."""
+    lines = []
+    for item in found.findings:
+        lines += _wrap(f"{item.severity} {item.id}: {item.seen}")
+        lines += textwrap.wrap(item.follows, WIDTH, initial_indent="  ", subsequent_indent="  ")
+        lines.append(f"  next: {item.next}")
+    return lines
 
 
 def fault_lines(found: Probed) -> list[str]:

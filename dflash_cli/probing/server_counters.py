@@ -1,14 +1,17 @@
-"""A server's counters since its start, and their rise between two readings.
+"""A server's metrics: its counters since its start, their rise between two readings, and its settings.
 
 Sources: `vllm/v1/spec_decode/metrics.py` of vLLM 0.33, `tools/server/server-task.cpp` of llama.cpp from build 10408 on
 and `srt/observability/metrics_collector.py` of SGLang 0.5.23. Names match with and without `_total`, because only some
 exporters add it.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Annotated
 
+from dflash_runtime.documents import NOT_REQUIRED
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.metrics import MAX_DRAFT_TOKENS
 from dflash_runtime.phrases import shorten
@@ -17,7 +20,12 @@ MAX_DIGITS = 9
 MAX_COUNT = 2**53
 """Counters are floats, and larger ones would lose steps."""
 
-SCALARS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_requests", "num_tokens")
+SCALARS = (
+    "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_requests", "num_tokens", "num_cached_tokens",
+)  # fmt: skip
+Sample = tuple[str, Mapping[str, str], float]
+"""A metric's name, its labels and its value."""
+STARTED, INFO = "process_start_time_seconds", "_info"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +41,7 @@ class ServerCounters:
     per_pos_accepted: tuple[int, ...] = ()
     num_requests: int | None = None
     num_tokens: int | None = None
+    num_cached_tokens: Annotated[int | None, NOT_REQUIRED, "prompt tokens that the prefix cache held"] = None
 
     def since(self, before: "ServerCounters") -> "ServerCounters | None":
         """The rise of the counters after `before`; None if a counter fell, because the server restarted."""
@@ -55,15 +64,43 @@ class ServerCounters:
         return steps if min(steps) >= 0 else None
 
 
-def read_counters(text: str, names: Mapping[str, str], where: str) -> ServerCounters | None:
-    """The counters in a text of the Prometheus format; None if it does not count drafts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerMetrics:
+    """One reading of a server's metrics.
+
+    counters   None if the server does not count drafts
+    started_s  start of the process that answered, in seconds since 1970
+    infos      labels of metrics that describe settings, by the metric's name
+    """
+
+    counters: ServerCounters | None = None
+    started_s: float | None = None
+    infos: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+def read_metrics(text: str, names: Mapping[str, str], where: str) -> ServerMetrics:
+    """The metrics in a text of the Prometheus format.
 
     `names` has the engine's name for each field of `ServerCounters` that it counts.
 
     Raises:
         UnsupportedError: the text is not in this format.
     """
-    samples = _samples(text, where)
+    samples = _samples(_relevant(text, names), where)
+    started = [value for name, _, value in samples if name == STARTED and math.isfinite(value)]
+    return ServerMetrics(
+        counters=_counters_of(samples, names, where),
+        started_s=started[0] if started else None,
+        infos={name: labels for name, labels, _ in samples if name.endswith(INFO)},
+    )
+
+
+def read_counters(text: str, names: Mapping[str, str], where: str) -> ServerCounters | None:
+    """The counters of `read_metrics`; None if the text does not count drafts."""
+    return read_metrics(text, names, where).counters
+
+
+def _counters_of(samples: list[Sample], names: Mapping[str, str], where: str) -> ServerCounters | None:
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
     for name, labels, value in samples:
@@ -85,7 +122,14 @@ def read_counters(text: str, names: Mapping[str, str], where: str) -> ServerCoun
     return ServerCounters(**values, per_pos_accepted=per_pos_accepted)
 
 
-def _samples(text: str, where: str) -> list[tuple[str, Mapping[str, str], float]]:
+def _relevant(text: str, names: Mapping[str, str]) -> str:
+    """The lines with a metric that is read, because parsing is slow; a text without one is returned whole."""
+    wanted = (*names.values(), STARTED, f"{INFO}{{")
+    lines = [line for line in text.splitlines(keepends=True) if any(name in line for name in wanted)]
+    return "".join(lines) or text
+
+
+def _samples(text: str, where: str) -> list[Sample]:
     from prometheus_client.parser import text_string_to_metric_families
 
     try:

@@ -1,5 +1,6 @@
 """Measure whether a server drafts, its acceptance length against a yardstick, and the cause if it is low."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,10 @@ from dflash_cli.generation.prompts import Conversation
 from dflash_cli.probing.attribution import Attribution, Evidence, attribute
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
 from dflash_cli.probing.probe_options import ProbePlan
+from dflash_cli.probing.question import QuestionReport, QuestionSession, ask_questions
+from dflash_cli.probing.run_findings import find_in_runs
+from dflash_cli.probing.served_finding import ServedFinding, sort_findings
+from dflash_cli.probing.server_identity import NUM_LOOKS, find_identity, look_at
 from dflash_cli.probing.server_run import ServerRequest, ServerRun, run_server
 from dflash_cli.probing.token_equality import (
     TokenEquality,
@@ -25,11 +30,22 @@ from dflash_cli.probing.token_equality import (
     texts_of_file,
 )
 from dflash_cli.terminal.shown import Shown
-from dflash_runtime.documents import HIDDEN, computed_key
+from dflash_runtime.documents import HIDDEN, NOT_REQUIRED, computed_key
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
+RUNS_SHARE, QUESTIONS_SHARE = 0.95, 0.5
+"""Prompts and questions get the first share of the time, comparing answers the rest. Questions get the second share,
+and a run with one request at a time gets 1."""
+UNSAFE_AFTER = {
+    "counters-reset": {"counters-incomplete"},
+    "several-replicas": {
+        "foreign-traffic", "counters-reset", "counters-incomplete", "partly-drafted", "draft-off-under-load",
+        "prefix-cache-unused", "structured-output-not-drafted", "tool-call-not-drafted",
+    },
+}  # fmt: skip
+"""Findings that a fact about the address explains too."""
 TRIAL_LEN = 16
 """Tokens of the one answer before the measurement."""
 BESIDE = "beside"
@@ -56,6 +72,8 @@ class Probed(Shown):
     runs: Annotated[tuple[ServerRun, ...], "one for each concurrency"]
     beside: Annotated[OtherServer | None, "the other server"] = None
     equalities: tuple[TokenEquality, ...] = ()
+    questions: Annotated[tuple[QuestionReport, ...], NOT_REQUIRED, "what was asked beside the prompts"] = ()
+    findings: Annotated[tuple[ServedFinding, ...], NOT_REQUIRED, "faults and facts, errors first"] = ()
     known_faults: Annotated[tuple[str, ...], "rules that find a fault of the draft on this engine, with --draft"] = ()
     attribution: Attribution
     prompts: PromptSource
@@ -105,17 +123,25 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     """
     own = None if request.options.result is None else read_result(request.options.result)
     _check_prompts(own, request)
-    facts = _try_out(request.server, request.asking)
-    others = None if request.beside is None else _try_out(request.beside, request.asking)
+    looks = [look_at(request.server) for _ in range(NUM_LOOKS)]
+    num_before = len(request.server.readings)
+    facts = _try_out(request.server, request.asking, looks)
+    others = None if request.beside is None else _try_out(request.beside, request.asking, [request.beside.describe()])
     _check_journals(request, facts, others)
+    numbers = _in_reach(request.options.concurrency, facts)
+    number_beside = [] if others is None else _in_reach(request.options.concurrency, others)[:1]
+    ends = _share_time(request, [*numbers, *number_beside])
     runs = [
-        _run(request, request.server, facts, f"{number} at a time", number, observe)
-        for number in _in_reach(request.options.concurrency, facts)
+        _run(request, request.server, facts, f"{number} at a time", number, end, observe)
+        for number, end in zip(numbers, ends, strict=False)
     ]
+    runs = [run for run in runs if run.answers or run.failed] or runs[:1]
     beside = None
     if request.beside is not None and others is not None:
-        number = _in_reach(request.options.concurrency, others)[0]
-        beside = _run(request, request.beside, others, BESIDE, number, observe)
+        beside = _run(request, request.beside, others, BESIDE, number_beside[0], ends[-1], observe)
+    identity = find_identity(looks, request.server.readings, num_before)
+    questions = _ask_questions(request, facts, runs, identity)
+    identity = identity or find_identity(looks, request.server.readings, num_before)
     loads, yardsticks = _compare(runs, [*([own] if own else []), *_results([beside])], request.asking.confidence)
     alike, unlike = _compare_tokens(request, runs, beside)
     evidence = Evidence(
@@ -138,10 +164,53 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
         beside=OtherServer(server=beside.facts, run=beside) if beside is not None else None,
         loads=tuple(loads),
         yardsticks=tuple(yardsticks),
-        equalities=(*alike, *unlike),
+        equalities=(*alike, *unlike, *(item.equality for item in questions if item.equality is not None)),
+        questions=tuple(questions),
+        findings=_findings(request, evidence, identity, questions),
         known_faults=tuple(request.known_faults),
         notes=tuple(_notes(request, facts, runs)),
     )
+
+
+def _share_time(request: ProbePlan, numbers: Sequence[int]) -> list[float]:
+    """When each run must end, in seconds of `time.monotonic`. Questions get the rest of the time.
+
+    A run with N requests at a time gets an Nth of the time of a run with one.
+    """
+    now, shares = time.monotonic(), [1 / number for number in numbers]
+    whole = RUNS_SHARE * (request.ends_at - now) / (sum(shares) + (QUESTIONS_SHARE if request.options.questions else 0))
+    return [now + whole * sum(shares[: place + 1]) for place in range(len(shares))]
+
+
+def _ask_questions(
+    request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun], identity: Sequence[ServedFinding]
+) -> list[QuestionReport]:
+    if not request.options.questions or not runs[0].answers:
+        return []
+    session = QuestionSession(
+        server=request.server,
+        facts=facts,
+        asking=request.asking,
+        first=runs[0],
+        near_tie_nats=request.options.near_tie,
+        is_safe=not identity,
+    )
+    return ask_questions(session)
+
+
+def _findings(
+    request: ProbePlan,
+    evidence: Evidence,
+    identity: Sequence[ServedFinding],
+    questions: Sequence[QuestionReport],
+) -> tuple[ServedFinding, ...]:
+    """All findings, without findings that a restart or several servers explain too."""
+    found = [
+        *find_in_runs(request.server, evidence.facts, evidence.runs, evidence.loads, evidence.equalities),
+        *(item for question in questions for item in question.findings),
+    ]
+    unsafe = {id for item in identity for id in UNSAFE_AFTER.get(item.id, ())}
+    return sort_findings((*identity, *(item for item in found if item.id not in unsafe)))
 
 
 def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -> Path | None:
@@ -161,18 +230,18 @@ def _check_journals(request: ProbePlan, facts: ServerFacts, others: ServerFacts 
 
 
 def _in_reach(concurrencies: Sequence[int], facts: ServerFacts) -> list[int]:
-    """The concurrencies that the server can run, at least the lowest."""
+    """The concurrencies, each at most the number of requests that the server runs at the same time."""
     limit = facts.max_concurrency or max(concurrencies)
-    return [number for number in concurrencies if number <= limit] or [min(concurrencies)]
+    return list(dict.fromkeys(min(number, limit) for number in concurrencies))
 
 
-def _try_out(server: InferenceServer, asking: ServerRequest) -> ServerFacts:
+def _try_out(server: InferenceServer, asking: ServerRequest, looks: Sequence[ServerFacts]) -> ServerFacts:
     """The server's facts after one short answer, which warms the server up and shows whether it reports acceptance.
 
     Raises:
         UnsupportedError: the server does not report acceptance.
     """
-    facts = server.describe()
+    facts = next((item for item in looks if item.is_drafting), looks[-1])
     steps, num_draft_tokens = None, None
     for row in asking.rows:
         try:
@@ -202,9 +271,14 @@ def _run(
     facts: ServerFacts,
     name: str,
     concurrency: int,
+    ends_at: float,
     observe: Observe | None,
 ) -> ServerRun:
-    asking = replace(request.asking, journal=rows_path(request.asking.journal, concurrency, is_beside=name == BESIDE))
+    asking = replace(
+        request.asking,
+        ends_at=ends_at,
+        journal=rows_path(request.asking.journal, concurrency, is_beside=name == BESIDE),
+    )
     watching = observe(name) if observe is not None else None
     return run_server(server, facts, asking, name=name, concurrency=concurrency, observe=watching)
 
@@ -234,7 +308,7 @@ def _compare(
     """The later runs and the yardsticks, each compared with the first run on the prompts they share."""
     if not runs[0].is_engaged:
         return [], []
-    base, *later = _results(runs)
+    base, *later = _results([run for run in runs if run is runs[0] or run.is_comparable(runs[0])])
     found = [_pair(base, item, confidence) for item in (*later, *others)]
     return found[: len(later)], found[len(later) :]
 
@@ -289,12 +363,11 @@ def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, f
 
 def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[Notice]:
     """Notes about the whole probe."""
-    left_out = [
-        str(number) for number in request.options.concurrency if number not in {run.concurrency for run in runs}
-    ]
-    if left_out:
-        most = f"the server runs at most {plural(facts.max_concurrency or 0, 'request')} at the same time"
-        yield Notice(f"concurrency {', '.join(left_out)} left out: {most}", id="concurrency-left-out")
+    limit = facts.max_concurrency
+    above = [str(number) for number in request.options.concurrency if limit and number > limit]
+    if above:
+        most = f"the server runs at most {plural(limit or 0, 'request')} at the same time"
+        yield Notice(f"{limit} at a time instead of {', '.join(above)}: {most}", id="concurrency-limited")
     if any(run.is_engaged and run.origin != "answers" for run in runs):
         how = request.server.how_to_report_steps
         yield Notice(f"intervals need the steps of each answer: {how}", id="intervals-need-steps")

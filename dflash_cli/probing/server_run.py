@@ -1,5 +1,6 @@
 """Send all prompts to one server at a given concurrency, and measure acceptance from answers and counters."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from dflash_cli.generation.answers import Answer, Event
 from dflash_cli.generation.prompt_source import Failure
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_cli.probing.http_client import ServerUnreachable
+from dflash_cli.probing.http_client import ServerUnreachable, TimeIsUp
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServedAnswer, ServerFacts
 from dflash_cli.probing.served_answers import CounterWatch, ask_row, await_counters, exceeds_answers
 from dflash_cli.probing.server_counters import ServerCounters
@@ -28,6 +29,8 @@ from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
+FOREIGN = {"other-clients-counted", "steps-of-other-clients", "step-counts-differ"}
+"""Ids of notes that say so."""
 MAX_FAILED_IN_A_ROW = 3
 """After this many unanswered prompts in a row the run ends."""
 
@@ -37,7 +40,10 @@ Rows = list[tuple[Answer, ServedAnswer]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRequest:
-    """The prompts and options of a run, and the options of its intervals. Answers are stored in `journal`."""
+    """The prompts and options of a run, and the options of its intervals. Answers are stored in `journal`.
+
+    After `ends_at`, in seconds of `time.monotonic`, no prompt is asked.
+    """
 
     rows: Sequence[PromptRow]
     asked: Asked
@@ -45,9 +51,24 @@ class ServerRequest:
     chat: bool = False
     confidence: float = 0.95
     num_resamples: int = 10_000
+    ends_at: float = math.inf
     journal: Path | None = None
     resume: bool = False
     force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWidths:
+    """Draft tokens and verify steps of a run. `widest` is the largest number of draft tokens of a step, if known."""
+
+    num_draft_tokens: int
+    num_steps: int
+    widest: int | None = None
+
+    @property
+    def mean(self) -> float:
+        """Draft tokens per step."""
+        return self.num_draft_tokens / self.num_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +89,9 @@ class ServerRun:
     conversations: Annotated[tuple[ConversationCounts, ...], HIDDEN]
     answers: Annotated[tuple[Answer, ...], HIDDEN]
     has_counters: Annotated[bool, HIDDEN]
+    lists_steps: Annotated[bool, HIDDEN] = False
+    reports_steps: Annotated[bool, HIDDEN] = False
+    widths: Annotated["DraftWidths | None", HIDDEN] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", round(self.seconds, 6))
@@ -79,6 +103,18 @@ class ServerRun:
         if self.total.counts.num_drafts > 0:
             return True
         return False if self.counted is not None or not self.has_counters else None
+
+    @property
+    def includes_others(self) -> bool:
+        """Whether counters of the run include requests of other clients."""
+        return any(note.id in FOREIGN for note in self.notes)
+
+    def is_comparable(self, other: "ServerRun") -> bool:
+        """Whether the lengths of two runs are about the same requests. Totals are about all requests of the server."""
+        if self.conversations and other.conversations:
+            return True
+        asked = [{answer.row.digest for answer in run.answers} for run in (self, other)]
+        return asked[0] == asked[1] and not any(run.includes_others for run in (self, other))
 
     @property
     @computed_key
@@ -99,6 +135,25 @@ class ServerRun:
             counts=self.total.counts,
             facts=_facts(self.facts, self.asked, chat=self.chat),
         )
+
+
+def _late(num_late: int, request: ServerRequest) -> list[Notice]:
+    """A note about prompts for which no time was left."""
+    num_rows = len(request.rows)
+    text = f"{num_rows - num_late} of {num_rows} prompts asked: the time given by --max-time has passed"
+    return [Notice(text, id="time-is-up")] if num_late else []
+
+
+def _widths(found: Rows, counted: ServerCounters | None) -> DraftWidths | None:
+    """The draft tokens of steps, from answers that list them, otherwise from counters, otherwise from sums."""
+    listed = [drafted for _, served in found if served.steps is not None for drafted in served.steps.drafted]
+    if listed:
+        return DraftWidths(sum(listed), len(listed), max(listed))
+    if counted is not None and counted.num_draft_tokens and counted.num_drafts:
+        return DraftWidths(counted.num_draft_tokens, counted.num_drafts)
+    sums = [(served.num_drafted, served.num_steps) for _, served in found if served.num_drafted and served.num_steps]
+    drafted, steps = (sum(values) for values in zip(*sums, strict=True)) if sums else (0, 0)
+    return DraftWidths(drafted, steps) if steps else None
 
 
 def _facts(facts: ServerFacts, asked: Asked, *, chat: bool) -> dict[str, Any]:
@@ -123,9 +178,11 @@ def run_server(
     started, before = time.perf_counter(), server.counters()
     settings = {"engine": facts.engine, "model": facts.model, "concurrency": concurrency}
     settings |= _facts(facts, request.asked, chat=request.chat)
+    whole_end = server.client.ends_at
+    server.client.ends_at = min(whole_end, request.ends_at)
     found: Rows = []
     failures: list[Failure] = []
-    num_retried = server.client.num_retried
+    num_retried, num_late = server.client.num_retried, 0
     watch = CounterWatch(server, before) if concurrency == 1 and before is not None else None
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
         num_resumed = len(journal.answers)
@@ -133,12 +190,16 @@ def run_server(
             if isinstance(item, Failure):
                 failures.append(item)
                 continue
+            if isinstance(item, TimeIsUp):
+                num_late += 1
+                continue
             for answer, served in item:
                 journal.add(answer)
                 found.append((answer, served))
                 if observe is not None:
                     observe(Event(answer.row, answer.output.token_ids, answer.text, answer))
     journal.drop_unfinished()
+    server.client.ends_at = whole_end
     counted, notes = _count(server, before, found, server.client.num_retried - num_retried + len(failures), watch)
     total, origin, why = _pool(journal.answers, [served for _, served in found], counted, facts, request)
     is_ordered = not num_resumed and all(served.steps is not None and served.steps.is_ordered for _, served in found)
@@ -154,8 +215,11 @@ def run_server(
         answers=tuple(journal.answers),
         counted=counted,
         has_counters=before is not None,
+        lists_steps=any(served.steps is not None for _, served in found),
+        reports_steps=any(served.steps is not None or served.num_steps for _, served in found),
+        widths=_widths(found, counted),
         failed=tuple(failures),
-        notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed)),
+        notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed), *_late(num_late, request)),
         seconds=time.perf_counter() - started,
     )
 
@@ -166,7 +230,7 @@ def _ask_all(
     rows: Sequence[PromptRow],
     concurrency: int,
     watch: CounterWatch | None,
-) -> Iterator[Rows | Failure]:
+) -> Iterator[Rows | Failure | TimeIsUp]:
     """Each row's answers, or its failure, in order of completion."""
     todo: SimpleQueue[PromptRow] = SimpleQueue()
     done: SimpleQueue[tuple[PromptRow, Rows | Exception]] = SimpleQueue()
@@ -197,7 +261,7 @@ def _ask_all(
 
 def _collect(
     done: "SimpleQueue[tuple[PromptRow, Rows | Exception]]", num_rows: int, request: ServerRequest
-) -> Iterator[Rows | Failure]:
+) -> Iterator[Rows | Failure | TimeIsUp]:
     """The items of `done` as they arrive.
 
     Raises:
@@ -206,6 +270,9 @@ def _collect(
     num_failed = num_done = 0
     for _ in range(num_rows):
         row, found = done.get()
+        if isinstance(found, TimeIsUp):
+            yield found
+            continue
         if isinstance(found, ServerUnreachable):
             num_failed += 1
             if num_failed >= min(MAX_FAILED_IN_A_ROW, num_rows):
@@ -233,7 +300,10 @@ def _count(
     if before is None or not found:
         return None, []
     num_tokens = sum(len(served.token_ids) for _, served in found)
-    now = await_counters(server, before, num_requests=len(found), num_tokens=num_tokens)
+    try:
+        now = await_counters(server, before, num_requests=len(found), num_tokens=num_tokens)
+    except TimeIsUp:
+        return None, []
     risen = None if now is None else now.since(before)
     if risen is None:
         text = "the server restarted during the run, because a counter fell; its counters are not used"

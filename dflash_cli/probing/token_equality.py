@@ -19,6 +19,8 @@ from dflash_runtime.scheduling.request import FinishReason
 
 NEAR_TIE_NATS = 0.25
 """Two steps of bfloat16 at logits between 16 and 32: the largest difference from rounding in two forward passes."""
+FAULT_NATS = 1.0
+"""One difference of this many nats is a fault. Of smaller differences above a near-tie, two are."""
 MAX_ASKED = 64
 """The most differences for which the server is asked for log-probabilities."""
 
@@ -75,7 +77,17 @@ class TokenEquality:
     @computed_key
     def num_unexplained(self) -> int:
         """Number of differences that are known not to be near-ties."""
-        return sum(item.gap_nats is not None and not item.is_near_tie for item in self.differences)
+        return len(self.unexplained)
+
+    @property
+    def unexplained(self) -> list[TokenDifference]:
+        """Differences that are known not to be near-ties."""
+        return [item for item in self.differences if item.gap_nats is not None and not item.is_near_tie]
+
+    def shows_fault(self, *, is_quantised: bool = False) -> bool:
+        """Whether rounding cannot explain the differences. Of values in few bits, only large differences count."""
+        gaps = [item.gap_nats or 0 for item in self.unexplained]
+        return max(gaps, default=0) >= FAULT_NATS or (len(gaps) > 1 and not is_quantised)
 
 
 def texts_of_answers(answers: Sequence[Answer]) -> dict[Turn, TokenText]:

@@ -15,17 +15,21 @@ from operator import itemgetter
 from typing import Any, ClassVar
 
 from dflash_cli.probing.inference_server import (
+    MEASURED,
     SERVERS,
     Asked,
     InferenceServer,
     ServedAnswer,
     ServerFacts,
+    Variant,
     ids_of,
 )
 from dflash_runtime.json_values import as_object
 
 COMPLETION, TOKENIZE, TEMPLATE = "/completion", "/tokenize", "/apply-template"
 NO_DRAFT = ("", "none")
+NEUTRAL = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""The server's own settings may bring penalties, with which an answer is no longer greedy."""
 
 
 @SERVERS.register("llama.cpp")
@@ -42,6 +46,8 @@ class LlamaCppServer(InferenceServer):
         "per_pos_accepted": "llamacpp:spec_decode_num_accepted_tokens_per_pos",
         "num_tokens": "llamacpp:tokens_predicted",
     }
+    drafts_every_step = False
+    plain_fields: ClassVar[Mapping[str, Any]] = {"speculative.n_max": 0}
     how_to_report = "--model-draft and --metrics"
     how_to_report_steps = "--metrics, and ask with --concurrency 1"
 
@@ -59,11 +65,13 @@ class LlamaCppServer(InferenceServer):
             is_drafting=is_drafting,
             num_draft_tokens=params.get("speculative.n_max") if is_drafting else None,
             max_concurrency=props.get("total_slots"),
+            max_len=as_object(props.get("default_generation_settings")).get("n_ctx"),
+            cache_block=1,
         )
         self._num_draft_tokens = facts.num_draft_tokens
         return facts
 
-    def answer(self, prompt_ids: Sequence[int], asked: Asked) -> ServedAnswer:
+    def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
         body = {
             "prompt": list(prompt_ids),
             "n_predict": asked.max_new_tokens,
@@ -71,7 +79,10 @@ class LlamaCppServer(InferenceServer):
             "seed": asked.seed,
             "ignore_eos": asked.ignore_eos,
             "return_tokens": True,
-            "cache_prompt": False,
+            "cache_prompt": variant.uses_cache,
+            **({} if asked.temperature else NEUTRAL),
+            **(self.plain_fields if variant.is_plain else {}),
+            **({} if variant.json_schema is None else {"json_schema": variant.json_schema}),
         }
         return self.post(COMPLETION, body, self._read_answer)
 
@@ -84,6 +95,7 @@ class LlamaCppServer(InferenceServer):
             num_steps=self._least_steps(timings),
             num_accepted=timings.get("draft_n_accepted"),
             num_drafted=timings.get("draft_n"),
+            num_cached=timings.get("cache_n"),
         )
 
     def _least_steps(self, timings: Mapping[str, Any]) -> int | None:

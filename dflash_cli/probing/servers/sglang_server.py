@@ -4,20 +4,25 @@ Each answer reports its steps. Two other sources are not used. `spec_accept_leng
 too, and the Prometheus gauges cover only the last moments.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from dflash_cli.probing.inference_server import (
+    MEASURED,
     SERVERS,
     Asked,
     InferenceServer,
     ServedAnswer,
     ServedSteps,
     ServerFacts,
+    Variant,
     ids_of,
 )
 from dflash_runtime.json_values import is_int
 
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""A model's own generation settings may bring penalties, with which an answer is no longer greedy."""
 GENERATE, TOKENIZE = "/generate", "/tokenize"
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 """Numbers of steps by accepted draft tokens. Here and below, 0.5.23 has the first name, earlier releases the others."""
@@ -36,7 +41,9 @@ class SglangServer(InferenceServer):
         "num_drafts": "sglang:spec_verify_calls",
         "num_requests": "sglang:num_requests",
         "num_tokens": "sglang:generation_tokens",
+        "num_cached_tokens": "sglang:cached_tokens",
     }
+    can_score = True
     definition = "sglang"
     how_to_report = "--speculative-algorithm DFLASH and --speculative-draft-model-path"
     how_to_report_steps = "a release that has spec_accept_histogram or spec_correct_drafts_histogram"
@@ -52,14 +59,20 @@ class SglangServer(InferenceServer):
             num_draft_tokens=block - 1 if is_int(block) else None,
             draft=found.get("speculative_draft_model_path"),
             max_concurrency=found.get("max_running_requests"),
+            max_len=found.get("context_length"),
+            kv_dtype=found.get("kv_cache_dtype"),
+            has_prefix_cache=_opposite(found.get("disable_radix_cache")),
+            cache_block=found.get("page_size"),
         )
 
-    def answer(self, prompt_ids: Sequence[int], asked: Asked) -> ServedAnswer:
-        sampling = {
+    def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
+        sampling: dict[str, Any] = {
             "max_new_tokens": asked.max_new_tokens,
             "temperature": asked.temperature,
             "ignore_eos": asked.ignore_eos,
-        }
+        } | ({} if asked.temperature else NEUTRAL)
+        if variant.json_schema is not None:
+            sampling["json_schema"] = json.dumps(variant.json_schema)
         return self.post(GENERATE, {"input_ids": list(prompt_ids), "sampling_params": sampling}, _read_answer)
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
@@ -70,6 +83,16 @@ class SglangServer(InferenceServer):
             "top_logprobs_num": 5,
         }
         return self.post(GENERATE, body, _read_logprobs)
+
+    def score(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> list[dict[int, float]]:
+        body = {
+            "input_ids": [*prompt_ids, *answer_ids],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": max(0, len(prompt_ids) - 1),
+            "top_logprobs_num": 1,
+        }
+        return self.post(GENERATE, body, lambda document: _read_scores(document, len(answer_ids)))
 
     def encode(self, text: str) -> list[int]:
         return self.post(TOKENIZE, {"model": self.model, "prompt": text}, ids_of)
@@ -90,11 +113,23 @@ def _read_answer(document: Any) -> ServedAnswer:
         num_steps=meta.get("spec_verify_ct"),
         num_accepted=_first(meta, ACCEPTED),
         num_drafted=_first(meta, PROPOSED),
+        num_cached=meta.get("cached_tokens"),
     )
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:
     return {int(item[1]): float(item[0]) for item in document["meta_info"]["output_top_logprobs"][0]}
+
+
+def _opposite(value: object) -> bool | None:
+    return not value if isinstance(value, bool) else None
+
+
+def _read_scores(document: Any, count: int) -> list[dict[int, float]]:
+    meta = document["meta_info"]
+    own, top = meta["input_token_logprobs"][-count:], meta["input_top_logprobs"][-count:]
+    places = [[*likeliest, token] for token, likeliest in zip(own, top, strict=True)]
+    return [{int(item[1]): float(item[0]) for item in place} for place in places]
 
 
 def _first(meta: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -9,18 +9,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from dflash_cli.probing.inference_server import (
+    MEASURED,
     SERVERS,
     Asked,
     InferenceServer,
     ServedAnswer,
     ServedSteps,
     ServerFacts,
+    Variant,
     ids_of,
     steps_of,
 )
+from dflash_runtime.json_values import as_index, as_object
 
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 ID_PREFIX = "token_id:"
+CACHE_CONFIG = "vllm:cache_config_info"
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""A model's own generation settings may bring penalties, with which an answer is no longer greedy."""
 
 
 @SERVERS.register("vllm")
@@ -37,21 +43,29 @@ class VllmServer(InferenceServer):
         "per_pos_accepted": "vllm:spec_decode_num_accepted_tokens_per_pos",
         "num_requests": "vllm:request_success",
         "num_tokens": "vllm:generation_tokens",
+        "num_cached_tokens": "vllm:prefix_cache_hits",
     }
+    can_score = True
     how_to_report = "--speculative-config, and without --disable-log-stats"
     how_to_report_steps = "--per-request-spec-decode-metrics detailed (vLLM 0.29 or newer)"
 
     def describe(self) -> ServerFacts:
-        counters = self.counters()
+        metrics = self.metrics()
+        counters, cache = metrics.counters, metrics.infos.get(CACHE_CONFIG, {})
+        models = self.find("/v1/models").get("data")
         return ServerFacts(
             engine=self.name,
             release=self.find("/version").get("version"),
             model=self.model,
             is_drafting=counters is not None,
             num_draft_tokens=len(counters.per_pos_accepted) or None if counters is not None else None,
+            max_len=_first_of(models, self.model).get("max_model_len"),
+            kv_dtype=cache.get("cache_dtype"),
+            has_prefix_cache={"true": True, "false": False}.get(cache.get("enable_prefix_caching", "").lower()),
+            cache_block=as_index(cache.get("block_size", "")),
         )
 
-    def answer(self, prompt_ids: Sequence[int], asked: Asked) -> ServedAnswer:
+    def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
         body = {
             "model": self.model,
             "prompt": list(prompt_ids),
@@ -59,7 +73,10 @@ class VllmServer(InferenceServer):
             "temperature": asked.temperature,
             "ignore_eos": asked.ignore_eos,
             "return_token_ids": True,
-        } | ({"seed": asked.seed} if asked.temperature else {})
+        } | ({"seed": asked.seed} if asked.temperature else NEUTRAL)
+        if variant.json_schema is not None:
+            schema = {"name": "answer", "schema": variant.json_schema, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return self.post(COMPLETIONS, body, _read_answer)
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
@@ -72,6 +89,16 @@ class VllmServer(InferenceServer):
             "return_tokens_as_token_ids": True,
         }
         return self.post(COMPLETIONS, body, _read_logprobs)
+
+    def score(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> list[dict[int, float]]:
+        body = {
+            "model": self.model,
+            "prompt": [*prompt_ids, *answer_ids],
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 1,
+        }
+        return self.post(COMPLETIONS, body, lambda document: _read_scores(document, len(answer_ids)))
 
     def encode(self, text: str) -> list[int]:
         return self.post(TOKENIZE, {"model": self.model, "prompt": text}, ids_of)
@@ -89,12 +116,23 @@ def _read_answer(document: Any) -> ServedAnswer:
         finish_reason=choice["finish_reason"],
         steps=_steps(document),
         num_draft_tokens=_acceptance(document).get("num_spec_tokens"),
+        num_cached=as_object(as_object(document.get("usage")).get("prompt_tokens_details")).get("cached_tokens"),
     )
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:
     top = document["choices"][0]["logprobs"]["top_logprobs"][0]
     return {int(name.removeprefix(ID_PREFIX)): float(value) for name, value in top.items()}
+
+
+def _read_scores(document: Any, count: int) -> list[dict[int, float]]:
+    found = document["choices"][0]["prompt_logprobs"][-count:]
+    return [{int(token): float(item["logprob"]) for token, item in place.items()} for place in found]
+
+
+def _first_of(models: Any, name: str) -> Mapping[str, Any]:
+    items = [as_object(item) for item in models] if isinstance(models, list) else []
+    return next((item for item in items if item.get("id") == name), {})
 
 
 def _acceptance(document: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,14 +15,15 @@ import pytest
 
 import dflash_cli
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_cli.probing import http_client, served_answers
+from dflash_cli.probing import http_client, probe_options, served_answers
 from dflash_testing import checkpoints as support
 from dflash_testing.fake_engines import FakeEngine, make_text, prompt_rows, texts_of_rows
 from dflash_testing.inference_servers import serving
 from dflash_testing.paths import ROOT
+from dflash_testing.scripted_servers import Script, ScriptedClient
 
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "runtime", "kernels"))}
-FEW = ("--concurrency", "1", "-n", "40")
+FEW = ("--concurrency", "1", "-n", "40", "--no-questions")
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +102,7 @@ def test_the_page_names_server_lengths_and_cause(engine: FakeEngine, prompts: Pa
 
 
 def test_prompts_are_asked_as_ids_and_at_the_concurrency_that_is_said(engine: FakeEngine, prompts: Path) -> None:
-    probe(engine, "-p", prompts, "--concurrency", "2", "-n", "24")
+    probe(engine, "-p", prompts, "--concurrency", "2", "-n", "24", "--no-questions")
     assert engine.num_answers == 1 + 14
     assert {tuple(body["ids"]) for body in engine.bodies} == {(7, 8, 9 + index) for index in range(14)}
     assert {body["temperature"] for body in engine.bodies} == {0.0}
@@ -275,6 +276,34 @@ def test_counters_that_have_no_text_are_one_line(prompts: Path) -> None:
     assert "/metrics: " in done.err
 
 
+def test_prompts_without_time_are_left_out_and_the_probe_ends(prompts: Path) -> None:
+    started = time.monotonic()
+    with serving(FakeEngine(reports="summary", pause_s=0.25)) as engine:
+        done = support.invoke("probe", engine.url, "-p", prompts, "-n", "40", "--max-time", "3", "--json")
+    assert (done.code, time.monotonic() - started < 10) == (0, True)
+    document = json.loads(done.out)
+    assert "time-is-up" in done.notices
+    assert 0 < document["runs"][0]["num_conversations"] < 14
+    assert document["questions"]
+    assert document["findings"] == []
+
+
+def test_a_server_that_hangs_ends_the_probe_in_its_time(prompts: Path) -> None:
+    with serving(FakeEngine(reports="summary", pause_s=3)) as engine:
+        done = support.invoke("probe", engine.url, "-p", prompts, "--max-time", "1")
+    assert (done.code, done.error_id) == (4, "time-is-up")
+
+
+def test_an_error_of_a_question_is_an_exit_code_and_a_line(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(style="sglang", split_nats=3.0)
+    monkeypatch.setattr(probe_options, "HttpClient", lambda *args, **kwargs: ScriptedClient(script))
+    done = support.invoke("probe", "scripted", "-p", prompts, "-n", "40")
+    assert done.code == 3
+    assert "\nerror answers-not-greedy: 14 of 14 greedy answers " in done.out
+    assert "\nasked plain-decoding (14 requests, " in done.out
+    assert support.invoke("probe", "scripted", "-p", prompts, "-n", "40", "--no-questions").code == 0
+
+
 def test_a_key_is_sent_and_never_shown(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "very-secret")
     with serving(FakeEngine(reports="summary", key="very-secret")) as engine, serving(FakeEngine()) as other:
@@ -326,12 +355,14 @@ def test_lower_acceptance_under_load_is_a_fault_of_the_engine(prompts: Path) -> 
         done = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "1,8", "-n", "40")
     assert done.code == 3
     assert "(rule 5)" in cause(done)
+    assert [word in done.out for word in ("acceptance-falls-with-load", "draft-off-under-load")] == [True, False]
 
 
 @pytest.mark.parametrize(("gap", "code"), [(0.05, 0), (2.0, 3)])
 def test_answers_that_change_under_load_are_near_ties_or_faults(prompts: Path, gap: float, code: int) -> None:
-    with serving(FakeEngine(reports="summary", changes_at=5, gap=gap, pause_s=0.01)) as engine:
-        done = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "1,8", "-n", "40", "--json")
+    options = ("--concurrency", "1,8", "-n", "40", "--no-questions", "--json")
+    with serving(FakeEngine(reports="summary", changes_at=5, gap=gap, pause_s=0.05)) as engine:
+        done = support.invoke("probe", engine.url, "-p", prompts, *options)
     assert done.code == code
     (equality,) = json.loads(done.out)["equalities"]
     assert equality["num_near_ties" if code == 0 else "num_unexplained"] == len(equality["differences"]) > 8

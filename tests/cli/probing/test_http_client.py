@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from dflash_cli.probing import http_client
-from dflash_cli.probing.http_client import HttpClient, ServerUnreachable
+from dflash_cli.probing.http_client import HttpClient, ServerUnreachable, TimeIsUp
 from dflash_cli.probing.inference_server import SERVERS, Asked, ServerFacts, server_engines
 from dflash_cli.probing.server_counters import read_counters
 from dflash_runtime.errors import UnsupportedError
@@ -75,6 +76,16 @@ SLOW: dict[str, Send] = {
 def test_the_time_limit_is_of_the_whole_answer(name: str) -> None:
     with deadline(10), sending(SLOW[name]) as client, refuses(ServerUnreachable, "no-answer"):
         client.post("/x", {})
+
+
+def test_no_request_and_no_retry_goes_on_after_the_end_of_the_probe() -> None:
+    with deadline(5), sending(SLOW["nothing"]) as client:
+        client.ends_at = time.monotonic() + 0.1
+        client._num_retries = 1000
+        with refuses(TimeIsUp, "time-is-up"):
+            client.post("/x", {})
+        with refuses(TimeIsUp, "time-is-up"):
+            client.find("/x")
 
 
 def test_an_answer_larger_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

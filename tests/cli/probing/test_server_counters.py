@@ -35,6 +35,7 @@ def test_counters_of_vllm_as_prometheus_client_prints_them() -> None:
         per_pos_accepted=POSITIONS,
         num_requests=1,
         num_tokens=20,
+        num_cached_tokens=0,
     )
     assert counted("vllm") == expected
 
@@ -100,4 +101,5 @@ def test_counters_after_a_restart_have_no_rise() -> None:
         per_pos_accepted=(0,) * 7,
         num_requests=0,
         num_tokens=0,
+        num_cached_tokens=0,
     )

@@ -4,7 +4,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,8 @@ class Text:
     token_ids: Ids
     accepted: Ids
     is_stopped: bool = False
+    text: str = "..."
+    num_cached: int = 0
 
     def cut(self, num_tokens: int) -> "Text":
         """The answer with a limit: the steps that are done until then."""
@@ -78,6 +80,12 @@ class FakeEngine:
     old_names      use SGLang's names of earlier releases
     metrics_text   the text of the metrics, in place of the server's own
     missing        names that the metrics leave out
+    k              configured draft tokens per step
+    drafted        draft tokens per step if they are fewer than k
+    cache          state of the prefix cache: `off` by the settings, `untold` without a setting or a counter
+    block          tokens of a block of the prefix cache
+    num_slots      requests that llama.cpp runs at the same time
+    started_s      start of the process, if the metrics show it
     metrics_slash  redirect the metrics to a path that ends with a slash
     """
 
@@ -102,12 +110,20 @@ class FakeEngine:
     metrics_text: str | None = None
     missing: tuple[str, ...] = ()
     metrics_slash: Literal["", "/"] = ""
+    k: int = K
+    drafted: int | None = None
+    cache: str = "on"
+    block: int = 16
+    kv_dtype: str = "auto"
+    num_slots: int = 4
+    started_s: float | None = None
     pause_s: float = 0.002
     url: str = ""
     num_answers: int = 0
     num_active: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    seen: set[Ids] = field(default_factory=set)
     counts: dict[str, Any] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -115,7 +131,8 @@ class FakeEngine:
         self.reset()
 
     def reset(self) -> None:
-        self.counts = {"drafts": 0, "drafted": 0, "accepted": 0, "positions": [0] * K, "requests": 0, "tokens": 0}
+        self.counts = {"drafts": 0, "drafted": 0, "accepted": 0, "positions": [0] * self.k, "requests": 0, "tokens": 0}
+        self.counts["cached"] = 0
 
     def text_of(self, prompt: Ids, num_tokens: int, *, is_loaded: bool) -> Text:
         text = self.texts.get(prompt) or make_text(prompt, rate=self.rate, length=max(48, num_tokens))
@@ -127,6 +144,13 @@ class FakeEngine:
             if self.changes_at is not None and self.changes_at < len(token_ids):
                 token_ids[self.changes_at] += 1
         return Text(tuple(token_ids), accepted, text.is_stopped)
+
+    def with_cache(self, prompt: Ids, text: Text) -> Text:
+        """The answer with the tokens of its prompt that an earlier request has left in the prefix cache."""
+        with self.lock:
+            is_seen = prompt in self.seen
+            self.seen.add(prompt)
+        return replace(text, num_cached=(len(prompt) - 1) // self.block * self.block if is_seen else 0)
 
     def likeliest(self, ids: Ids) -> dict[int, float]:
         """Return the log probabilities of the next token of a text that begins with a known prompt."""
@@ -143,8 +167,9 @@ class FakeEngine:
         for place in range(2 if beside else 1):
             counts["requests"] += place == 0 or self.is_shared
             counts["tokens"] += len(text.token_ids)
+            counts["cached"] += text.num_cached
             counts["drafts"] += len(steps)
-            counts["drafted"] += K * len(steps)
+            counts["drafted"] += (self.drafted or self.k) * len(steps)
             counts["accepted"] += sum(steps)
             for number in steps:
                 for place in range(number):

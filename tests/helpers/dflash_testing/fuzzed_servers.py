@@ -18,6 +18,13 @@ from dflash_testing.fake_engines import FakeEngine, make_text
 from dflash_testing.reader_fuzzing import Read, Reader, as_json
 from dflash_testing.server_forms import METRICS, documents, llama_answer, sglang_answer, vllm_answer
 
+CALL = {"index": 0, "function": {"name": "f", "arguments": '{"a": 1}'}}
+TOOL_CALL = {
+    "choices": [{"message": {"content": None, "tool_calls": [CALL]}, "finish_reason": "tool_calls"}],
+    "usage": {"completion_tokens": 9},
+}
+STREAM = b'data: {"choices": [{"delta": {"tool_calls": [' + json.dumps(CALL).encode() + b"]}}]}\n\ndata: [DONE]\n\n"
+
 
 class _OneAnswer:
     """A client of a server that answers every request with the same bytes."""
@@ -26,6 +33,9 @@ class _OneAnswer:
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         return loads(self.data)
+
+    def post_text(self, path: str, body: Mapping[str, Any]) -> str:
+        return self.data.decode("utf-8", errors="replace")
 
     def find(self, path: str) -> Any:
         with suppress(ValueError):
@@ -43,7 +53,7 @@ def of_servers(home: Path) -> dict[str, Reader]:
     for engine, make in answers.items():
         fake = FakeEngine(style=engine, reports="detailed")  # type: ignore[arg-type]
         text = make_text((1, 2, 3), length=12)
-        bases = [as_json(make(fake, text)), *map(as_json, documents(fake).values())]
+        bases = [as_json(make(fake, text)), *map(as_json, documents(fake).values()), as_json(TOOL_CALL), STREAM]
         readers[f"answers of {engine}"] = Reader(bases, _answers_of(engine), (ValueError,))
         readers[f"metrics of {engine}"] = Reader([METRICS[engine](fake).encode()], _metrics_of(engine))
     return readers
@@ -64,6 +74,9 @@ def _answers_of(engine: str) -> Read:
             lambda: server.answer([1], Asked(max_new_tokens=1)),
             lambda: server.next_logprobs([1]),
             lambda: server.encode("a"),
+            lambda: server.score([1], [2, 3]) if server.can_score else None,
+            lambda: server.call_tool([], {}, max_new_tokens=1),
+            lambda: server.call_tool([], {}, max_new_tokens=1, is_streamed=True),
         ):
             with suppress(DFlashError):
                 ask()

@@ -72,6 +72,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._fail(engine.faults[number])
                 return
             text = engine.text_of(ids, body["num_tokens"], is_loaded=engine.num_active > 1)
+            text = engine.with_cache(ids, text)
             with engine.lock:
                 engine.count(text)
             self._send_json(ANSWERS[engine.style](engine, text))

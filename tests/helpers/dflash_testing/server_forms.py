@@ -7,7 +7,7 @@ are as `server-task.cpp` writes them.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dflash_testing.fake_engines import FakeEngine, K, Text
+from dflash_testing.fake_engines import FakeEngine, Text
 
 PATHS = {"vllm": "/v1/completions", "sglang": "/generate", "llama.cpp": "/completion"}
 
@@ -31,22 +31,28 @@ def read_body(engine: FakeEngine, body: Mapping[str, Any]) -> dict[str, Any]:
 def documents(engine: FakeEngine) -> dict[str, Any]:
     """Return the document at each path except the metrics."""
     owner = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "llamacpp"}[engine.style]
-    found: dict[str, Any] = {"/v1/models": {"object": "list", "data": [{"id": "org/model", "owned_by": owner}]}}
+    found: dict[str, Any] = {
+        "/v1/models": {"object": "list", "data": [{"id": "org/model", "owned_by": owner, "max_model_len": 8192}]}
+    }
     if engine.style == "vllm":
         found["/version"] = {"version": engine.release}
     elif engine.style == "sglang":
         found["/get_server_info" if engine.old_names else "/server_info"] = {
             "version": engine.release,
             "speculative_algorithm": "DFLASH" if engine.has_draft else None,
-            "speculative_num_draft_tokens": K + 1 if engine.has_draft else None,
+            "speculative_num_draft_tokens": engine.k + 1 if engine.has_draft else None,
             "speculative_draft_model_path": "org/draft" if engine.has_draft else None,
             "max_running_requests": 256,
+            "context_length": 8192,
+            "kv_cache_dtype": engine.kv_dtype,
+            "disable_radix_cache": engine.cache == "off",
+            "page_size": engine.block,
         }
     else:
-        params = {"speculative.type": "draft-dflash" if engine.has_draft else "none", "speculative.n_max": K}
+        params = {"speculative.type": "draft-dflash" if engine.has_draft else "none", "speculative.n_max": engine.k}
         found["/props"] = {
-            "default_generation_settings": {"params": params},
-            "total_slots": 4,
+            "default_generation_settings": {"params": params, "n_ctx": 8192},
+            "total_slots": engine.num_slots,
             "build_info": "b10902-0a1b2c3",
         }
     return found
@@ -54,27 +60,33 @@ def documents(engine: FakeEngine) -> dict[str, Any]:
 
 def vllm_answer(engine: FakeEngine, text: Text) -> dict[str, Any]:
     reason = "stop" if text.is_stopped else "length"
-    choice = {"index": 0, "text": "...", "token_ids": list(text.token_ids), "finish_reason": reason, "logprobs": None}
+    choice = {
+        "index": 0,
+        "text": text.text,
+        "token_ids": list(text.token_ids),
+        "finish_reason": reason,
+        "logprobs": None,
+    }
     answer: dict[str, Any] = {"id": "cmpl-1", "object": "text_completion", "choices": [choice], "metrics": None}
     if engine.has_draft and engine.reports != "nothing":
-        answer["metrics"] = {"speculative_decoding": vllm_steps(text, with_order=engine.reports == "detailed")}
+        answer["metrics"] = {"speculative_decoding": vllm_steps(engine, text)}
     return answer
 
 
-def vllm_steps(text: Text, *, with_order: bool) -> dict[str, Any]:
+def vllm_steps(engine: FakeEngine, text: Text) -> dict[str, Any]:
     """As `RequestSpecDecodeMetrics.to_dict` of vLLM 0.33 says it."""
-    steps, accepted = len(text.accepted), sum(text.accepted)
+    steps, accepted, drafted = len(text.accepted), sum(text.accepted), engine.drafted or engine.k
     found: dict[str, Any] = {
         "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
-        "draft_acceptance_rate": accepted / (K * steps) if steps else 0.0,
-        "acceptance_histogram": [text.accepted.count(number) for number in range(K + 1)],
+        "draft_acceptance_rate": accepted / (drafted * steps) if steps else 0.0,
+        "acceptance_histogram": [text.accepted.count(number) for number in range(engine.k + 1)],
         "num_spec_steps": steps,
         "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": K * steps,
-        "num_spec_tokens": K,
+        "num_draft_tokens": drafted * steps,
+        "num_spec_tokens": engine.k,
     }
-    if with_order:
-        found |= {"per_step_accepted": list(text.accepted), "per_step_drafted": [K] * steps}
+    if engine.reports == "detailed":
+        found |= {"per_step_accepted": list(text.accepted), "per_step_drafted": [drafted] * steps}
     return found
 
 
@@ -83,6 +95,7 @@ def sglang_answer(engine: FakeEngine, text: Text) -> dict[str, Any]:
         "finish_reason": {"type": "stop" if text.is_stopped else "length"},
         "prompt_tokens": 9,
         "completion_tokens": len(text.token_ids),
+        "cached_tokens": text.num_cached,
     }
     steps = len(text.accepted)
     if steps:
@@ -92,17 +105,21 @@ def sglang_answer(engine: FakeEngine, text: Text) -> dict[str, Any]:
             else ("spec_num_correct_drafts", "spec_num_proposed_drafts", "spec_correct_drafts_histogram")
         )
         histogram = [text.accepted.count(number) for number in range(max(text.accepted) + 1)]
-        meta |= dict(zip(names, (sum(text.accepted), K * steps, histogram), strict=True))
+        meta |= dict(zip(names, (sum(text.accepted), (engine.drafted or engine.k) * steps, histogram), strict=True))
         meta |= {"spec_verify_ct": steps, "spec_accept_length": len(text.token_ids) / steps}
-    return {"text": "...", "output_ids": list(text.token_ids), "meta_info": meta}
+    return {"text": text.text, "output_ids": list(text.token_ids), "meta_info": meta}
 
 
 def llama_answer(engine: FakeEngine, text: Text) -> dict[str, Any]:
     timings: dict[str, Any] = {"prompt_n": 9, "predicted_n": len(text.token_ids), "predicted_ms": 12.5}
+    timings["cache_n"] = text.num_cached
     if text.accepted:
-        timings |= {"draft_n": K * len(text.accepted), "draft_n_accepted": sum(text.accepted)}
+        timings |= {
+            "draft_n": (engine.drafted or engine.k) * len(text.accepted),
+            "draft_n_accepted": sum(text.accepted),
+        }
     return {
-        "content": "...",
+        "content": text.text,
         "tokens": list(text.token_ids),
         "stop_type": "eos" if text.is_stopped else "limit",
         "timings": timings,
@@ -139,6 +156,12 @@ def vllm_metrics(engine: FakeEngine) -> str:
             },
         ),
     ]
+    if engine.cache != "untold":
+        lines += family("vllm:prefix_cache_hits", "Prefix cache hits, in tokens.", {labels: counts["cached"]})
+        config = f'block_size="{engine.block}",cache_dtype="{engine.kv_dtype}",enable_prefix_caching'
+        lines += [f'vllm:cache_config_info{{{config}="{engine.cache != "off"}"}} 1.0']
+    if engine.started_s is not None:
+        lines += ["# TYPE process_start_time_seconds gauge", f"process_start_time_seconds {engine.started_s}"]
     if engine.has_draft:
         lines += family("vllm:spec_decode_num_drafts", "Number of spec decoding drafts.", {labels: counts["drafts"]})
         lines += family("vllm:spec_decode_num_draft_tokens", "Number of draft tokens.", {labels: counts["drafted"]})

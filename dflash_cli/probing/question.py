@@ -1,0 +1,238 @@
+"""The interface of a question: a few requests beside the measured ones, and the findings that their answers support.
+
+Each question is one file in `questions/` with a function decorated `@QUESTIONS.register(name)`. A question that the
+server refuses, or that finds no time, is not judged. It then yields no finding.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from dflash_cli.probing.http_client import TimeIsUp
+from dflash_cli.probing.inference_server import (
+    MEASURED,
+    Asked,
+    InferenceServer,
+    ServedAnswer,
+    ServerFacts,
+    Variant,
+)
+from dflash_cli.probing.served_answers import await_counters, exceeds_answers, has_come
+from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.server_counters import ServerCounters
+from dflash_cli.probing.server_run import ServerRequest, ServerRun
+from dflash_cli.probing.token_equality import TokenEquality
+from dflash_cli.probing.tool_calls import ServedToolCall
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.phrases import shorten
+from dflash_runtime.registry import Registry
+
+PACKAGE = "dflash_cli.probing.questions"
+MAX_REASON_CHARS, CONTROL_LEN = 160, 32
+SLOW, SLOW_SECONDS = 5, 0.5
+"""An answer is slow if a token takes this many times as long as in other answers, and the answer this long."""
+
+
+class NotJudged(Exception):
+    """The server cannot answer the question. The text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionReport:
+    """A question of the probe, with its cost and its outcome."""
+
+    name: str
+    is_judged: bool
+    seen: Annotated[str, "the figures, or why the question was not judged"]
+    num_requests: int
+    num_tokens: Annotated[int, "tokens of prompts and answers"]
+    seconds: float
+    equality: TokenEquality | None = None
+    findings: tuple[ServedFinding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The figures of a question that was judged, in words, and its findings."""
+
+    seen: str
+    findings: Sequence[ServedFinding] = ()
+    equality: TokenEquality | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedAnswer:
+    """An answer with its figures. A figure is None if neither the answer nor the counters show it.
+
+    Steps of answers that other clients' requests ran beside are not taken from counters.
+    """
+
+    served: ServedAnswer
+    num_steps: int | None
+    num_accepted: int | None
+    num_cached: int | None
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.served.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedCall:
+    """A tool call, and the number of its verify steps if the counters show it."""
+
+    call: ServedToolCall
+    num_steps: int | None
+    seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class QuestionSession:
+    """The server that is asked, its first run, and the cost of the question so far.
+
+    is_safe  whether counters are of this probe's requests alone
+    """
+
+    server: InferenceServer
+    facts: ServerFacts
+    asking: ServerRequest
+    first: ServerRun
+    near_tie_nats: float
+    is_safe: bool = True
+    num_requests: int = field(default=0, init=False)
+    num_tokens: int = field(default=0, init=False)
+
+    def ask(self, prompt_ids: Sequence[int], max_new_tokens: int, variant: Variant = MEASURED) -> CountedAnswer:
+        """The greedy answer to a prompt. Raises the errors of `InferenceServer.answer`."""
+        before = self._counters()
+        started = time.perf_counter()
+        served = self.server.answer(prompt_ids, Asked(max_new_tokens=max_new_tokens), variant)
+        seconds = time.perf_counter() - started
+        self.charge(len(prompt_ids) + len(served.token_ids))
+        return self._counted(served, self._rise(before, len(served.token_ids)), seconds)
+
+    def call_tool(self, ask: Callable[[], ServedToolCall]) -> CountedCall:
+        """A tool call with its figures."""
+        before = self._counters()
+        started = time.perf_counter()
+        call = ask()
+        seconds = time.perf_counter() - started
+        self.charge(call.num_tokens or 0)
+        risen = None if call.num_tokens is None else self._rise(before, call.num_tokens)
+        return CountedCall(call, None if risen is None else risen.num_drafts, seconds)
+
+    def drafts_usually(self) -> bool:
+        """Whether the server drafts for a measured prompt at this moment, so that its draft has not ended meanwhile."""
+        return bool(self.prompts and self.ask(self.prompts[0], CONTROL_LEN).num_steps)
+
+    def charge(self, num_tokens: int) -> None:
+        """Count a request of so many tokens."""
+        self.num_requests += 1
+        self.num_tokens += num_tokens
+
+    def likeliest(self, text_ids: Sequence[int]) -> dict[int, float]:
+        """The log-probabilities of the next token; empty if the server does not report them."""
+        try:
+            self.charge(len(text_ids) + 1)
+            return dict(self.server.next_logprobs(text_ids))
+        except TimeIsUp:
+            raise
+        except DFlashError:
+            return {}
+
+    def find_slow(self, id: str, what: str, seconds: float, num_tokens: int) -> list[ServedFinding]:
+        """A finding if an answer took much longer per token than the measured answers, asked one at a time."""
+        if self.first.concurrency != 1 or not self.first.total.num_tokens or seconds < SLOW_SECONDS:
+            return []
+        usual, own = self.first.seconds / self.first.total.num_tokens, seconds / max(1, num_tokens)
+        found = ServedFinding(
+            id=id,
+            severity="warning",
+            seen=f"{1000 * own:.0f} ms per token of {what}, {1000 * usual:.0f} ms of other answers",
+            follows="such requests are slow on this server; the cause is not known",
+            next="start the server without the draft and compare the times",
+        )
+        return [found] if own > SLOW * usual else []
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        """The measured prompts, each once."""
+        return list(dict.fromkeys(answer.output.prompt_token_ids for answer in self.first.answers))
+
+    def prompt_of(self, text: str) -> list[int]:
+        """Token ids of a user's message, in the chat template if there is one."""
+        tokenizer = self.asking.tokenizer
+        if not tokenizer.has_template:
+            return tokenizer.encode(text)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+        return tokenizer.render(messages, where="a question", options={"enable_thinking": False})
+
+    def _counters(self) -> ServerCounters | None:
+        return self.server.counters() if self.first.has_counters and self.is_safe else None
+
+    def _rise(self, before: ServerCounters | None, num_tokens: int) -> ServerCounters | None:
+        """The rise of the counters, or None unless one answer of `num_tokens` tokens explains it."""
+        if before is None:
+            return None
+        now = await_counters(self.server, before, num_requests=1, num_tokens=num_tokens)
+        risen = None if now is None else now.since(before)
+        if risen is None or not has_come(risen, num_requests=1, num_tokens=num_tokens):
+            return None
+        is_alone = (risen.num_requests or 0) <= 1 and not exceeds_answers(risen, num_tokens, 1)
+        return risen if is_alone else None
+
+    def _counted(self, served: ServedAnswer, risen: ServerCounters | None, seconds: float) -> CountedAnswer:
+        steps, accepted = served.num_steps, served.num_accepted
+        if served.steps is not None:
+            steps, accepted = len(served.steps.accepted), sum(served.steps.accepted)
+        elif risen is not None and risen.num_drafts is not None:
+            steps, accepted = risen.num_drafts, risen.num_accepted_tokens
+        elif steps is None and self.first.reports_steps:
+            steps, accepted = 0, 0
+        cached = served.num_cached
+        if cached is None and risen is not None:
+            cached = risen.num_cached_tokens
+        return CountedAnswer(served=served, num_steps=steps, num_accepted=accepted, num_cached=cached, seconds=seconds)
+
+
+Ask = Callable[[QuestionSession], Outcome]
+QUESTIONS: Registry[Ask] = Registry("question of a probe")
+
+
+def ask_questions(session: QuestionSession) -> list[QuestionReport]:
+    """The reports of all questions, in order of their names."""
+    QUESTIONS.discover(PACKAGE)
+    return [_ask(name, session) for name in sorted(QUESTIONS)]
+
+
+def _ask(name: str, session: QuestionSession) -> QuestionReport:
+    session.num_requests = session.num_tokens = 0
+    started, why, found = time.perf_counter(), "", None
+    try:
+        found = QUESTIONS[name](session)
+    except NotJudged as error:
+        why = str(error)
+    except DFlashError as error:
+        why = shorten(error.message.removeprefix(f"{error.path}: "), MAX_REASON_CHARS)
+    return QuestionReport(
+        name=name,
+        is_judged=found is not None,
+        seen=why if found is None else found.seen,
+        num_requests=session.num_requests,
+        num_tokens=session.num_tokens,
+        seconds=round(time.perf_counter() - started, 3),
+        equality=None if found is None else found.equality,
+        findings=() if found is None else tuple(found.findings),
+    )
+
+
+def pooled_length(answers: Sequence[CountedAnswer]) -> tuple[float | None, int]:
+    """Tokens per step over answers, and the number of steps; None if an answer's steps are unknown, or 0."""
+    steps = [item.num_steps for item in answers]
+    accepted = [item.num_accepted for item in answers]
+    if None in steps or None in accepted:
+        return None, 0
+    num_steps = sum(item or 0 for item in steps)
+    return (1 + sum(item or 0 for item in accepted) / num_steps if num_steps else None), num_steps

@@ -1,0 +1,1 @@
+"""Questions that the probe asks beside the measured prompts, one file per question."""

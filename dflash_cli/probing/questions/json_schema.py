@@ -1,0 +1,132 @@
+"""Ask for JSON by a schema: is it valid, is it drafted, and is it as fast as other answers?"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dflash_cli.probing.inference_server import Variant
+from dflash_cli.probing.question import QUESTIONS, CountedAnswer, Outcome, QuestionSession, pooled_length
+from dflash_cli.probing.served_finding import ServedFinding
+from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.phrases import plural, shorten
+
+ANSWER_LEN, MIN_TOKENS, MIN_STEPS = 160, 24, 20
+LOW, SOUND = 1.1, 2.0
+KINDS = ("tool", "plant", "animal", "place")
+SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "kind": {"type": "string", "enum": list(KINDS)},
+        "count": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 2, "maxItems": 3},
+    },
+    "required": ["name", "kind", "count", "tags"],
+    "additionalProperties": False,
+}
+TEXTS = (
+    "Describe an oak as a JSON object with name, kind, count and two or three tags. Answer with JSON only.",
+    "Describe a hammer as a JSON object with name, kind, count and two or three tags. Answer with JSON only.",
+)
+THOUGHT_END = "</think>"
+
+
+@QUESTIONS.register("json-schema")
+def ask(session: QuestionSession) -> Outcome:
+    """Findings about answers by a schema."""
+    variant = Variant(json_schema=SCHEMA)
+    prompts = [session.prompt_of(text) for text in TEXTS]
+    found = [session.ask(prompt_ids, ANSWER_LEN, variant) for prompt_ids in prompts]
+    # The engine compiles a schema at its first use, so that only a later answer shows the speed.
+    repeated = session.ask(prompts[0], ANSWER_LEN, variant)
+    verdicts = [_is_valid(item) for item in found]
+    valid = sum(verdict is True for verdict in verdicts)
+    cut = sum(verdict is None for verdict in verdicts)
+    seen = f"{valid} of {plural(len(found), 'answer')} fit the schema" + (f", {cut} not finished" if cut else "")
+    length, _ = pooled_length(found)
+    seen += "" if length is None else f", {length:.2f} tokens per step"
+    fastest = min(found[1], repeated, key=lambda item: item.seconds / max(1, item.num_tokens))
+    findings = [
+        *_broken(session, prompts, found, verdicts),
+        *_drafted(session, found),
+        *session.find_slow("structured-output-slow", "JSON by a schema", fastest.seconds, fastest.num_tokens),
+    ]
+    return Outcome(seen=seen, findings=findings)
+
+
+def _is_valid(item: CountedAnswer) -> bool | None:
+    """Whether an answer fits the schema; None if it was cut before its end."""
+    text = item.served.text.rpartition(THOUGHT_END)[2].strip()
+    inner = text[text.find("{") : text.rfind("}") + 1]  # a server may leave marks of the template around it
+    if any(_fits(candidate) for candidate in (text, inner)):
+        return True
+    return None if item.served.finish_reason == "length" else False
+
+
+def _fits(text: str) -> bool:
+    try:
+        value = loads(text.encode())
+    except ValueError:
+        return False
+    if not isinstance(value, dict) or set(value) != set(SCHEMA["required"]):
+        return False
+    tags = value["tags"]
+    is_list = isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)
+    return isinstance(value["name"], str) and value["kind"] in KINDS and is_list and type(value["count"]) is int
+
+
+def _broken(
+    session: QuestionSession,
+    prompts: Sequence[Sequence[int]],
+    found: Sequence[CountedAnswer],
+    verdicts: Sequence[bool | None],
+) -> Iterator[ServedFinding]:
+    """Finished answers that do not fit. Where a request can switch drafts off, the same is asked without them."""
+    places = [place for place, verdict in enumerate(verdicts) if verdict is False]
+    if not places:
+        return
+    text = shorten(" ".join(found[places[0]].served.text.split()), 60)
+    seen = f"{len(places)} of {plural(len(found), 'answer')} do not fit the schema, such as {json.dumps(text)}"
+    is_draft = None
+    if session.server.can_switch_off:
+        variant = Variant(json_schema=SCHEMA, is_plain=True)
+        is_draft = all(_is_valid(session.ask(prompts[place], ANSWER_LEN, variant)) for place in places)
+    follows = {
+        None: "the server does not hold the schema; whether the draft is the reason is not known",
+        True: "without drafts the same answers fit: drafting breaks structured output",
+        False: "without drafts the answers do not fit either: the draft is not the reason",
+    }
+    yield ServedFinding(
+        id="structured-output-broken",
+        severity="error" if is_draft else "warning",
+        seen=seen,
+        follows=follows[is_draft],
+        next="start the server without the draft and ask the same; report it to the engine",
+    )
+
+
+def _drafted(session: QuestionSession, found: Sequence[CountedAnswer]) -> Iterator[ServedFinding]:
+    """Answers without a step, or with steps that accept nothing, while other answers have both."""
+    usual = session.first.total.counts.acceptance_len
+    if usual is None or min(item.num_tokens for item in found) < MIN_TOKENS:
+        return
+    if all(item.num_steps == 0 for item in found):
+        if not session.drafts_usually():
+            return
+        yield ServedFinding(
+            id="structured-output-not-drafted",
+            severity="warning",
+            seen=f"no verify step in {plural(sum(item.num_tokens for item in found), 'token')} of JSON by a schema",
+            follows="the server decodes structured output without the draft",
+            next="expect the speed of plain decoding for such requests, or look for a release that drafts them",
+        )
+        return
+    length, num_steps = pooled_length(found)
+    if length is not None and num_steps >= MIN_STEPS and length <= LOW and usual >= SOUND:
+        yield ServedFinding(
+            id="structured-output-rejected",
+            severity="warning",
+            seen=f"{length:.2f} tokens per step for JSON by a schema ({num_steps} steps), {usual:.2f} otherwise",
+            follows="almost no draft token is accepted under a schema; the cause is not known",
+            next="compare with the same prompts without a schema",
+        )

@@ -1,0 +1,121 @@
+"""Compare greedy answers with the target alone: its own scores of their tokens, or its answers without drafts.
+
+A target's first choice at each token is what plain decoding takes. One request scores a whole answer, and the server
+drafts nothing for it. Batches of another shape round differently, so tokens that are nearly as likely may swap.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from dflash_cli.probing.inference_server import Variant
+from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.token_equality import TokenDifference, TokenEquality, TokenText, compare_texts, texts_of_answers
+from dflash_runtime.errors import RequestError
+from dflash_runtime.phrases import plural
+
+NUM_ANSWERS = 16
+
+
+@QUESTIONS.register("plain-decoding")
+def ask(session: QuestionSession) -> Outcome:
+    """A finding if answers hold tokens that the target alone would not have taken."""
+    if session.asking.asked.temperature > 0:
+        raise NotJudged("answers are sampled; only greedy answers can be compared")
+    texts = list(texts_of_answers(session.first.answers).values())[:NUM_ANSWERS]
+    if not texts:
+        raise NotJudged("no prompt was answered")
+    if session.server.can_score:
+        equality = _against_scores(session, texts)
+    elif session.server.can_switch_off:
+        equality = _against_plain(session, texts)
+    else:
+        raise NotJudged("the server neither scores tokens nor switches drafts off")
+    same = equality.num_compared - len(equality.differences)
+    seen = f"{same} of {plural(equality.num_compared, 'answer')} as by the target alone"
+    if equality.differences:
+        unjudged = len(equality.differences) - equality.num_near_ties - equality.num_unexplained
+        seen += f", {plural(equality.num_near_ties, 'near-tie')}, {equality.num_unexplained} faults"
+        seen += f", {unjudged} not judged" if unjudged else ""
+    return Outcome(seen=seen, findings=list(_judge(session, equality)), equality=equality)
+
+
+def _against_scores(session: QuestionSession, texts: Sequence[TokenText]) -> TokenEquality:
+    """Each answer's least likely token against the target's first choice at that position."""
+    found = []
+    for text in texts:
+        try:
+            scores = session.server.score(text.prompt_ids, text.token_ids)
+        except RequestError as error:
+            raise NotJudged(f"the server does not score tokens: it answered {error.found}") from error
+        session.charge(len(text.prompt_ids) + len(text.token_ids) + 1)
+        difference = _worst(text, scores, session.near_tie_nats)
+        found += [difference] if difference is not None else []
+    return TokenEquality(
+        base=session.first.name, other="the target alone", num_compared=len(texts), num_unlike=0,
+        differences=tuple(found),
+    )  # fmt: skip
+
+
+def _worst(text: TokenText, scores: Sequence[Mapping[int, float]], near_tie_nats: float) -> TokenDifference | None:
+    places = []
+    for position, (token, likely) in enumerate(zip(text.token_ids, scores, strict=False)):
+        first = max(likely, key=lambda item: likely[item], default=token)
+        if token in likely and likely[first] > likely[token]:
+            places.append((likely[first] - likely[token], position, first))
+    if not places:
+        return None
+    gap, position, first = max(places)
+    return TokenDifference(
+        name=text.name,
+        position=position,
+        tokens=(text.token_ids[position], first),
+        gap_nats=gap,
+        is_near_tie=gap <= near_tie_nats,
+    )
+
+
+def _against_plain(session: QuestionSession, texts: Sequence[TokenText]) -> TokenEquality:
+    """Each answer against the answer of a request that switches drafts off."""
+    drafted, plain = {}, {}
+    for number, text in enumerate(texts):
+        found = session.ask(text.prompt_ids, len(text.token_ids), Variant(is_plain=True))
+        if found.num_steps and found.served.num_drafted:
+            raise NotJudged("the server drafts although the request switches drafts off")
+        is_cut = found.served.finish_reason == "length"
+        drafted["", number] = text
+        plain["", number] = TokenText(
+            name=text.name, prompt_ids=text.prompt_ids, token_ids=found.served.token_ids, is_cut=is_cut
+        )
+    return compare_texts(
+        drafted,
+        plain,
+        names=(session.first.name, "without drafts"),
+        next_logprobs=session.likeliest,
+        near_tie_nats=session.near_tie_nats,
+    )
+
+
+def _judge(session: QuestionSession, equality: TokenEquality) -> Iterator[ServedFinding]:
+    wrong = equality.unexplained
+    if not wrong:
+        return
+    most = max(item.gap_nats or 0 for item in wrong)
+    seen = f"{len(wrong)} of {plural(equality.num_compared, 'greedy answer')} differ from {equality.other} by up to "
+    seen += f"{most:.2f} nats"
+    if equality.shows_fault(is_quantised=session.facts.is_quantised):
+        yield ServedFinding(
+            id="answers-not-greedy",
+            severity="error",
+            seen=seen,
+            follows="the server accepts tokens that its target does not choose; rounding does not explain the gap. "
+            "Whether the draft or plain decoding is at fault is not known",
+            next="start the server without the draft and repeat with --result; if the gap is gone, it is the draft",
+        )
+    else:
+        yield ServedFinding(
+            id="answers-near-the-limit",
+            severity="info",
+            seen=seen,
+            follows="a little more than rounding explains; the cause is not known",
+            next="repeat with more prompts, or raise --near-tie for a target in few bits",
+        )

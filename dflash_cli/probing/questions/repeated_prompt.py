@@ -1,0 +1,163 @@
+"""Ask long prompts twice: is the prefix cache used, and are tokens and acceptance the same with it?
+
+The first answer computes the prompt, the second one may read it from the cache.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dflash_cli.probing.inference_server import Variant
+from dflash_cli.probing.long_prompts import ANSWER_LEN, make_long_prompts
+from dflash_cli.probing.question import (
+    QUESTIONS,
+    CountedAnswer,
+    Outcome,
+    QuestionSession,
+    pooled_length,
+)
+from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.token_equality import FAULT_NATS, TokenText, compare_texts
+from dflash_runtime.phrases import plural
+
+NUM_PROMPTS = 3
+CACHED = Variant(uses_cache=True)
+LOWER, MIN_MORE_STEPS = 0.7, 10
+"""A warm answer is slower if its length is below this share of the cold one, over this many steps more."""
+NUM_RETRIES = 3
+"""The probe asks an uncached prompt again this often, because one of several servers may have answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """A long prompt asked twice. `again` is a third answer, asked if the first two have different tokens."""
+
+    prompt_ids: tuple[int, ...]
+    cold: CountedAnswer
+    warm: CountedAnswer
+    again: CountedAnswer | None
+    gap_nats: float | None
+    is_near_tie: bool
+
+    @property
+    def is_same(self) -> bool:
+        return self.cold.served.token_ids == self.warm.served.token_ids
+
+
+@QUESTIONS.register("repeated-prompt")
+def ask(session: QuestionSession) -> Outcome:
+    """Findings about the prefix cache."""
+    found, num_found = [], 0
+    for prompt_ids in (item.token_ids for item in make_long_prompts(session, slice(NUM_PROMPTS))):
+        cold, warm = (session.ask(prompt_ids, ANSWER_LEN, CACHED) for _ in range(2))
+        found.append(_repeat(session, prompt_ids, cold, warm))
+    if found and _cached(found) == 0:
+        retries = [session.ask(found[0].prompt_ids, ANSWER_LEN, CACHED) for _ in range(NUM_RETRIES)]
+        num_found = sum(bool(item.num_cached) for item in retries)
+    findings = [
+        *([] if num_found else _cache_use(session, found)),
+        *_tokens(session, found),
+        *_acceptance(found),
+    ]
+    return Outcome(seen=_figures(found), findings=findings)
+
+
+def _repeat(session: QuestionSession, prompt_ids: tuple[int, ...], cold: CountedAnswer, warm: CountedAnswer) -> Repeat:
+    texts = [_text(prompt_ids, item) for item in (cold, warm)]
+    asked = {"next_logprobs": session.likeliest, "near_tie_nats": session.near_tie_nats}
+    equality = compare_texts({("", 0): texts[0]}, {("", 0): texts[1]}, names=("cold", "warm"), **asked)  # type: ignore[arg-type]
+    difference = equality.differences[0] if equality.differences else None
+    again = None
+    if difference is not None and not difference.is_near_tie:
+        again = session.ask(prompt_ids, ANSWER_LEN, CACHED)
+    return Repeat(
+        prompt_ids=prompt_ids,
+        cold=cold,
+        warm=warm,
+        again=again,
+        gap_nats=None if difference is None else difference.gap_nats,
+        is_near_tie=difference is not None and difference.is_near_tie,
+    )
+
+
+def _text(prompt_ids: tuple[int, ...], item: CountedAnswer) -> TokenText:
+    is_cut = item.served.finish_reason == "length"
+    return TokenText(name="", prompt_ids=prompt_ids, token_ids=item.served.token_ids, is_cut=is_cut)
+
+
+def _figures(found: Sequence[Repeat]) -> str:
+    size = len(found[0].prompt_ids) if found else 0
+    cached = _cached(found)
+    parts = [
+        f"{plural(len(found), 'prompt')} of {size} tokens twice",
+        "cached tokens unknown" if cached is None else f"{cached} of {size * len(found)} tokens cached",
+        f"{sum(item.is_same for item in found)} of {len(found)} the same",
+    ]
+    lengths = [pooled_length([getattr(item, name) for item in found])[0] for name in ("cold", "warm")]
+    if None not in lengths:
+        parts.append(f"{lengths[0]:.2f} then {lengths[1]:.2f} tokens per step")
+    return ", ".join(parts)
+
+
+def _cached(found: Sequence[Repeat]) -> int | None:
+    """Cached tokens of the second answers; None if one of them is unknown."""
+    known = [item.warm.num_cached for item in found]
+    return None if None in known else sum(item or 0 for item in known)
+
+
+def _cache_use(session: QuestionSession, found: Sequence[Repeat]) -> Iterator[ServedFinding]:
+    facts, cached = session.facts, _cached(found)
+    if cached == 0 and facts.cache_block and facts.has_prefix_cache is not False:
+        size = len(found[0].prompt_ids)
+        yield ServedFinding(
+            id="prefix-cache-unused",
+            severity="warning",
+            seen=f"0 cached tokens for {plural(len(found), 'prompt')} of {size} tokens, each asked twice in a row",
+            follows="each request computes its whole prompt; the reason is not visible from outside",
+            next="compare with a start without the draft; if the cache then works, report it to the engine",
+        )
+
+
+def _tokens(session: QuestionSession, found: Sequence[Repeat]) -> Iterator[ServedFinding]:
+    """Second answers with other tokens, where a near-tie does not explain it."""
+    unlike = [item for item in found if item.gap_nats is not None and not item.is_near_tie]
+    largest = max((item.gap_nats or 0 for item in unlike), default=0)
+    if largest < FAULT_NATS and (len(unlike) < 2 or session.facts.is_quantised):
+        return
+    gaps = ", ".join(f"{item.gap_nats:.2f}" for item in unlike)
+    seen = f"{len(unlike)} of {plural(len(found), 'long prompt')} got other tokens the second time, {gaps} nats apart"
+    stays = all(item.again is not None and item.again.served.token_ids == item.warm.served.token_ids for item in unlike)
+    if stays and all(item.warm.num_cached for item in unlike):
+        yield ServedFinding(
+            id="prefix-cache-changes-answers",
+            severity="error",
+            seen=f"{seen}; a third answer equals the second",
+            follows="the prefix cache restores another state than the prompt has; rounding does not explain it",
+            next="start the server without its prefix cache, and report it to the engine",
+        )
+        return
+    yield ServedFinding(
+        id="answers-not-repeatable",
+        severity="warning",
+        seen=seen,
+        follows="greedy answers to one prompt change by more than near-ties; the cause is not known",
+        next="repeat the probe without other clients, then without the prefix cache, then without the draft",
+    )
+
+
+def _acceptance(found: Sequence[Repeat]) -> Iterator[ServedFinding]:
+    """Second answers with the same tokens and many more steps."""
+    alike = [item for item in found if item.is_same]
+    cold, num_cold = pooled_length([item.cold for item in alike])
+    warm, num_warm = pooled_length([item.warm for item in alike])
+    if cold is None or warm is None or warm >= LOWER * cold or num_warm - num_cold < MIN_MORE_STEPS:
+        return
+    if any((item.warm.num_steps or 0) < (item.cold.num_steps or 0) for item in alike):
+        return
+    is_cached = all(item.warm.num_cached for item in alike)
+    yield ServedFinding(
+        id="prefix-cache-lowers-acceptance" if is_cached else "repeat-lowers-acceptance",
+        severity="error" if is_cached else "warning",
+        seen=f"{cold:.2f} tokens per step the first time, {warm:.2f} the second time, for the same tokens",
+        follows="a cached prompt comes without the draft's context" if is_cached else "the cause is not known",
+        next="start the server without its prefix cache and compare; report it to the engine",
+    )

@@ -1,0 +1,47 @@
+"""One server, a restart and several servers, told apart by readings of their metrics."""
+
+import pytest
+
+from dflash_cli.probing.inference_server import ServerFacts
+from dflash_cli.probing.server_counters import ServerCounters, ServerMetrics
+from dflash_cli.probing.server_identity import find_identity, identify
+
+
+def read(num_tokens: int, started_s: float | None = None) -> ServerMetrics:
+    return ServerMetrics(counters=ServerCounters(num_drafts=0, num_tokens=num_tokens), started_s=started_s)
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ((5, 5, 9, 30), "one"),
+        ((50, 90, 3, 40), "restarted"),
+        ((50, 90, 3, 95, 200), "restarted"),
+        ((90, 40, 90, 40, 95, 44), "several"),
+        ((40, 90, 40, 40, 90, 90, 41, 95), "several"),
+        ((), "one"),
+    ],
+)
+def test_counters_that_fall_once_are_a_restart_and_counters_that_come_back_are_several(
+    counts: tuple[int, ...], expected: str
+) -> None:
+    assert identify([read(count) for count in counts]) == expected
+
+
+@pytest.mark.parametrize(("starts", "expected"), [((7, 7, 7), "one"), ((7, 7, 9), "restarted"), ((7, 9, 7), "several")])
+def test_a_start_that_comes_back_is_of_several_servers(starts: tuple[float, ...], expected: str) -> None:
+    assert identify([read(5, start) for start in starts]) == expected
+
+
+def test_descriptions_that_alternate_are_of_several_servers() -> None:
+    first, second = (ServerFacts(engine="vllm", release=name, model="m", is_drafting=True) for name in ("1.0", "2.0"))
+    (found,) = find_identity([first, second, first], [], 0)
+    assert found.id == "several-replicas"
+    assert "1.0 and 2.0" in found.seen
+    assert find_identity([first, first], [], 0) == []
+
+
+def test_counters_that_rise_before_the_first_request_are_of_other_clients() -> None:
+    (found,) = find_identity([], [read(5), read(9)], 2)
+    assert found.id == "foreign-traffic"
+    assert find_identity([], [read(5), read(9)], 1) == []

@@ -1,0 +1,43 @@
+"""Sound servers of every engine and kind: the probe names no fault in them."""
+
+from typing import Any
+
+import pytest
+
+from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
+
+HEALTHY: dict[str, dict[str, Any]] = {
+    "vllm with counters": V,
+    "vllm with each step": STEPS,
+    "vllm with histograms": {**V, "reports": "summary"},
+    "an earlier vllm": {**V, "release": "0.24.0"},
+    "sglang": S,
+    "sglang with earlier names": {**S, "old_names": True, "release": "0.5.6"},
+    "sglang without metrics": {**S, "has_metrics": False},
+    "llama.cpp": L,
+    "llama.cpp, one request at a time": {**L, "num_slots": 1},
+    "llama.cpp without metrics": {**L, "has_metrics": False},
+    "K 3": {**V, "k": 3},
+    "K 15": {**STEPS, "k": 15, "rate": 0.85},
+    "low but honest acceptance": {**V, "rate": 0.25},
+    "high acceptance": {**S, "rate": 0.95},
+    "no log-probabilities": {**V, "has_scores": False},
+    "near-ties": {**S, "split_nats": 0.2},
+    "near-ties of cached prompts": {**V, "cache": "wrong", "repeat_nats": 0.2},
+    "a cache that is not shown": {**V, "cache": "untold"},
+    "large blocks of a hybrid": {**V, "block": 1056},
+    "blocks larger than a prompt": {**V, "block": 4112, "cache": "unused"},
+    "no tools and no schemas": {**V, "tools": "refused", "json": "refused"},
+    "a model that thinks first": {**S, "json": "thinking", "tools": "absent"},
+    "answers that do not end": {**V, "json": "cut", "tools": "cut"},
+    "draft lengths chosen by the server": {**V, "adaptive": True},
+    "a known start": {**V, "started_s": 1.7e9},
+    "quantised keys and values, with near-ties": {**V, "kv_dtype": "fp8_e4m3", "split_nats": 0.4},
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_sound_server_has_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = probe_script(monkeypatch, Script(**HEALTHY[name]))
+    assert named(found) == set(), [(item.id, item.seen) for item in found.findings]
+    assert not found.attribution.is_fault

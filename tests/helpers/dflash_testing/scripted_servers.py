@@ -1,0 +1,274 @@
+"""A server in this process with the protocol and metrics of an engine: scripted answers, counters and faults.
+
+It stands in for the HTTP client, so that a whole probe takes a fraction of a second.
+"""
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+import dflash_cli
+from dflash_cli.probing import probe_options, served_answers
+from dflash_cli.probing.server_probe import Probed
+from dflash_runtime.errors import RequestError
+from dflash_testing.fake_engines import FakeEngine, Ids, Text
+from dflash_testing.server_forms import ANSWERS, LOGPROBS, METRICS, PATHS, documents, said
+
+NUM_PROMPTS, ANSWER_LEN = 16, 64
+V, S, L = ({"style": style} for style in ("vllm", "sglang", "llama.cpp"))
+"""Changes of a script for each engine."""
+STEPS = {**V, "reports": "detailed"}
+"""vLLM with each step in its answers."""
+
+Json = Literal["sound", "broken", "broken with drafts", "free text", "undrafted", "cut", "thinking", "refused"]
+Tools = Literal["sound", "stream loses text", "broken", "as text", "undrafted", "absent", "cut", "refused"]
+
+SOUND_JSON = json.dumps({"name": "oak", "kind": "plant", "count": 1, "tags": ["tall", "green"]})
+ARGUMENTS = json.dumps({"city": "Lisbon", "days": 3})
+LONG, SPLIT, TRIAL_LEN = 1000, 6, 16
+"""A prompt of LONG tokens is long. Answers with other tokens differ at position SPLIT."""
+
+
+@dataclass
+class Script(FakeEngine):
+    """The script of a server. Without a change it is a sound server.
+
+    loaded_rate    acceptance of a draft token in the second answer to a measured prompt, with more requests at a time
+    off_loaded     no drafts in these answers
+    long_rate      acceptance after long prompts
+    first_rate     acceptance of the first draft token
+    undrafted_from length of prompts from which answers are not drafted
+    cache          also `unused`: nothing is found; `wrong`: other tokens; `draftless`: hardly anything is accepted
+    split_nats     how much less likely the token at SPLIT is than the target's own choice; 0: it is the choice
+    loaded_split   the same in answers with more requests at a time
+    repeat_nats    the same for the second answer to a long prompt
+    has_scores     whether the server gives log-probabilities
+    replicas       servers behind the address, of which a random one answers
+    ends_after     number of answers after which the draft is not engaged any more
+    is_unsteady    a wrong prefix cache is wrong in another way each time
+    adaptive       the server chooses draft lengths by itself
+    """
+
+    loaded_rate: float | None = None
+    off_loaded: bool = False
+    long_rate: float | None = None
+    first_rate: float | None = None
+    undrafted_from: int | None = None
+    max_accepted: int | None = None
+    split_nats: float = 0.0
+    loaded_split: float = 0.0
+    repeat_nats: float = 4.0
+    has_scores: bool = True
+    json: Json = "sound"
+    tools: Tools = "sound"
+    replicas: int = 1
+    grows_alone: int = 0
+    adaptive: bool = False
+    ends_after: int | None = None
+    is_unsteady: bool = False
+    num_asked: dict[Ids, int] = field(default_factory=dict)
+
+    def complete(self, ids: Ids, num_tokens: int, *, is_plain: bool, uses_cache: bool) -> Text:
+        """The answer to a prompt of tokens, counted."""
+        is_long = len(ids) >= LONG
+        if self.ends_after is not None and self.num_answers >= self.ends_after:
+            self.is_engaged = False
+        if num_tokens != TRIAL_LEN and not is_plain:
+            self.num_asked[ids] = self.num_asked.get(ids, 0) + 1
+        number = self.num_asked.get(ids, 0)
+        is_warm = number > 1 and uses_cache and is_long
+        is_loaded = number > 1 and not is_long
+        finds = is_warm and self.cache not in ("off", "unused")
+        tokens = list(self.tokens(ids, num_tokens))
+        if (is_warm and self.cache == "wrong") or (is_plain and self.split_nats) or (is_loaded and self.loaded_split):
+            tokens[SPLIT] += number if self.is_unsteady else 1
+        rate = self.rate if not is_loaded or self.loaded_rate is None else self.loaded_rate
+        rate = self.long_rate if is_long and self.long_rate is not None else rate
+        rate = 0.05 if finds and self.cache == "draftless" else rate
+        is_off = is_plain or (is_loaded and self.off_loaded) or len(ids) >= (self.undrafted_from or math.inf)
+        accepted = () if is_off else self.steps(ids, num_tokens, rate)
+        cached = (len(ids) - 1) // self.block * self.block if finds else 0
+        return self.counted(Text(tuple(tokens), accepted, num_cached=cached))
+
+    def tokens(self, ids: Ids, num_tokens: int) -> Ids:
+        draw = random.Random(f"{ids[:64]} {ids[-64:]}")
+        return tuple(100 + draw.randrange(900) for _ in range(num_tokens))
+
+    def steps(self, ids: Ids, num_tokens: int, rate: float) -> Ids:
+        """How many draft tokens each step accepts until an answer has its tokens."""
+        if not (self.is_engaged and self.has_draft):
+            return ()
+        draw, accepted, left = random.Random(f"steps {ids[-64:]}"), [], num_tokens - 1
+        most = min(self.k, self.drafted or self.k, self.max_accepted if self.max_accepted is not None else self.k)
+        while left > 0:
+            number = 0
+            while number < most and draw.random() < (self.first_rate if not number and self.first_rate else rate):
+                number += 1
+            accepted.append(number)
+            left -= number + 1
+        return tuple(accepted)
+
+    def counted(self, text: Text) -> Text:
+        with self.lock:
+            if self.resets_at == self.num_answers:
+                self.reset()
+            self.num_answers += 1
+            self.count(text)
+            if self.adaptive:
+                self.counts["drafted"] -= len(text.accepted) * 3 // 2
+        return text
+
+    def scores(self, ids: Ids) -> list[dict[int, float]]:
+        """The log-probabilities of each token after a known prompt."""
+        prompt = self.prompt_of(ids)
+        found = []
+        for position, token in enumerate(ids[len(prompt) :]):
+            gap = self.split_nats if position == SPLIT else 0.0
+            found.append({token: -0.1 - gap} | ({token + 1: -0.1} if gap else {}))
+        return found
+
+    def next_of(self, ids: Ids) -> dict[int, float]:
+        prompt = self.prompt_of(ids)
+        token = self.tokens(prompt, len(ids) - len(prompt) + 1)[-1]
+        gap = self.repeat_nats if len(prompt) >= LONG else self.split_nats or self.loaded_split
+        return {token: -0.1, token + 1: -0.1 - gap, 5: -9.0}
+
+    def prompt_of(self, ids: Ids) -> Ids:
+        return max((item for item in self.num_asked if ids[: len(item)] == item), key=len)
+
+    def json_answer(self, ids: Ids, *, is_plain: bool) -> Text:
+        is_broken = self.json == "broken" or (self.json == "broken with drafts" and not is_plain)
+        text = SOUND_JSON.replace("[", "", 1) if is_broken else SOUND_JSON
+        text = {"free text": "An oak is a tree.", "cut": SOUND_JSON[:20], "thinking": f"Hm.</think>\n{SOUND_JSON}"}.get(
+            self.json, text
+        )
+        accepted = () if is_plain or self.json == "undrafted" else self.steps(ids, 40, self.rate)
+        return self.counted(Text(self.tokens(ids, 40), accepted, is_stopped=self.json != "cut", text=text))
+
+    def tool_call(self) -> tuple[dict[str, Any], str, int]:
+        """A message with a call, the reason of its end, and its number of tokens."""
+        text = self.counted(
+            Text(tuple(range(30)), () if self.tools == "undrafted" else self.steps((1, 2), 30, self.rate))
+        )
+        arguments = {"broken": ARGUMENTS[:-6], "cut": ARGUMENTS[:9]}.get(self.tools, ARGUMENTS)
+        call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+        message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+        if self.tools in ("as text", "absent"):
+            content = (
+                f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}' if self.tools == "as text" else "Sun."
+            )
+            message = {"role": "assistant", "content": content}
+        return message, "length" if self.tools == "cut" else "tool_calls", len(text.token_ids)
+
+
+def probe_script(patch: pytest.MonkeyPatch, script: Script, **options: Any) -> Probed:
+    """The outcome of a probe of a script with NUM_PROMPTS prompts."""
+    patch.setattr(served_answers, "COUNTER_PAUSE_S", 0.0)
+    patch.setattr(probe_options, "HttpClient", lambda *args, **kwargs: ScriptedClient(script))
+    prompts = [[20 + place for place in range(8 + index)] + [200 + index] for index in range(NUM_PROMPTS)]
+    return dflash_cli.probe(url="scripted", prompts=prompts, max_new_tokens=ANSWER_LEN, **options)
+
+
+def named(found: Probed) -> set[str]:
+    """Ids of the errors and warnings of a probe."""
+    return {item.id for item in found.findings if item.severity != "info"}
+
+
+class ScriptedClient:
+    """A client whose server is a script, or one of several scripts."""
+
+    def __init__(self, script: Script) -> None:
+        self.url, self.num_retried, self.ends_at = "http://scripted", 0, math.inf
+        self._scripts = [script]
+        for place in range(1, script.replicas):
+            more = {name: getattr(script, name) for name in ("style", "rate", "reports", "k", "cache", "has_metrics")}
+            started = None if script.started_s is None else script.started_s + 100.0 * place
+            self._scripts.append(Script(**more, started_s=started, num_asked=script.num_asked))
+            self._scripts[-1].counts["tokens"] = self._scripts[-1].counts["drafts"] = 900
+        self._draw = random.Random(3)
+
+    @property
+    def script(self) -> Script:
+        """The server that answers the next request."""
+        return self._draw.choice(self._scripts)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def find(self, path: str) -> Any:
+        return documents(self.script).get(path)
+
+    def find_text(self, path: str) -> str | None:
+        script = self.script
+        if path != "/metrics" or not script.has_metrics:
+            return None
+        script.counts["tokens"] += script.grows_alone
+        lines = METRICS[script.style](script).splitlines(keepends=True)
+        return "".join(line for line in lines if not any(name in line for name in script.missing))
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        script = self.script
+        if path == "/tokenize":
+            return {"tokens": script.encode(body.get("prompt") or body.get("content") or said(body))}
+        if path == "/apply-template":
+            return {"prompt": said(body)}
+        if path == "/v1/chat/completions":
+            message, reason, count = self._call(script)
+            return {"choices": [{"message": message, "finish_reason": reason}], "usage": {"completion_tokens": count}}
+        assert path == PATHS[script.style]
+        return _complete(script, body)
+
+    def post_text(self, path: str, body: Mapping[str, Any]) -> str:
+        message, reason, _ = self._call(self.script)
+        calls = message.get("tool_calls")
+        pieces: list[Any] = [{"role": "assistant", "content": message["content"]}]
+        if calls:
+            name, arguments = (calls[0]["function"][key] for key in ("name", "arguments"))
+            pieces.append({"tool_calls": [{"index": 0, "id": "c1", "function": {"name": name}}]})
+            places = range(0, len(arguments), 7)
+            parts = [arguments[place : place + 7] for place in places]
+            kept = parts[::2] if self._scripts[0].tools == "stream loses text" else parts
+            pieces += [{"tool_calls": [{"index": 0, "function": {"arguments": part}}]} for part in kept]
+        events = [{"choices": [{"index": 0, "delta": piece, "finish_reason": None}]} for piece in pieces]
+        events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+        return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+    def _call(self, script: Script) -> tuple[dict[str, Any], str, int]:
+        if script.tools == "refused":
+            raise RequestError("answered 400: tools need a parser", id="server-refused", found=400)
+        return script.tool_call()
+
+
+def _complete(script: Script, body: Mapping[str, Any]) -> Any:
+    sampling = body.get("sampling_params", {})
+    ids = tuple(body.get("prompt") or body.get("input_ids") or ())
+    num_tokens = body.get("max_tokens") or body.get("n_predict") or sampling.get("max_new_tokens")
+    if any(body.get(name) for name in ("logprobs", "n_probs", "return_logprob", "prompt_logprobs")):
+        return _logprobs(script, ids, body)
+    is_plain = body.get("speculative.n_max") == 0
+    if any(holder.get(name) for holder in (body, sampling) for name in ("response_format", "json_schema")):
+        if script.json == "refused":
+            raise RequestError("answered 400: no structured output", id="server-refused", found=400)
+        return ANSWERS[script.style](script, script.json_answer(ids, is_plain=is_plain))
+    uses_cache = body.get("cache_prompt", True)
+    text = script.complete(ids, num_tokens, is_plain=is_plain, uses_cache=uses_cache)
+    return ANSWERS[script.style](script, text)
+
+
+def _logprobs(script: Script, ids: Ids, body: Mapping[str, Any]) -> Any:
+    if not script.has_scores:
+        raise RequestError("answered 400: no log-probabilities", id="server-refused", found=400)
+    if "prompt_logprobs" in body:
+        places = [{str(token): {"logprob": value} for token, value in item.items()} for item in script.scores(ids)]
+        return {"choices": [{"prompt_logprobs": [None] * (len(ids) - len(places)) + places}]}
+    if "logprob_start_len" in body:
+        scores, prompt = script.scores(ids), script.prompt_of(ids)
+        own = [[item[token], token, None] for item, token in zip(scores, ids[len(prompt) :], strict=True)]
+        top = [[[max(item.values()), max(item, key=lambda t: item[t]), None]] for item in scores]
+        return {"meta_info": {"input_token_logprobs": [[None, 1, None], *own], "input_top_logprobs": [None, *top]}}
+    return LOGPROBS[script.style](script.next_of(ids))
