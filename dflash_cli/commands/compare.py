@@ -125,7 +125,15 @@ def command(request: ComparisonRequest) -> None:
 
 
 def _print(comparisons: "tuple[Comparison, ...]", tolerance: float | None) -> None:
-    from dflash_cli.comparing.comparison_report import headline, how, legend, shape_lines, table
+    from dflash_cli.comparing.comparison_report import (
+        headline,
+        how,
+        legend,
+        position_lines,
+        position_table,
+        shape_lines,
+        table,
+    )
 
     results = [comparisons[0].base, *(item.other for item in comparisons)]
     for line in legend(results):
@@ -137,6 +145,11 @@ def _print(comparisons: "tuple[Comparison, ...]", tolerance: float | None) -> No
             console.result(line)
         if item.categories:
             console.table(*table(item, place))
+        lines = position_lines(item)
+        if lines:
+            console.result("", *lines)
+        if item.positions:
+            console.table(*position_table(item, place))
     shapes = shape_lines(results)
     if shapes:
         console.result("", *shapes)
