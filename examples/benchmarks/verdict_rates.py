@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 
+from dflash_cli.acceptance.context_curve import compared_pairs, falling
 from dflash_cli.acceptance.intervals.acceptance_difference import (
     MIN_DIFFERING,
     MIN_UNEVEN,
@@ -24,6 +25,7 @@ from dflash_cli.acceptance.intervals.acceptance_difference import (
     paired_moments,
     unpaired_moments,
 )
+from dflash_cli.acceptance.intervals.enough_prompts import MIN_FOR_INTERVAL
 from dflash_cli.acceptance.intervals.resampling import tail_widths
 from dflash_cli.comparing.position_contrasts import few_differ
 from dflash_cli.tuning.round_intervals import half_width
@@ -71,7 +73,9 @@ def _fixed(chance: Floats, length: Floats, *_: object) -> tuple[Floats, Floats]:
     return chance, length
 
 
-def differences(base: Floats, other: Floats, *, is_paired: bool) -> Iterator[AcceptanceDifference]:
+def differences(
+    base: Floats, other: Floats, *, is_paired: bool, confidence: float = CONFIDENCE
+) -> Iterator[AcceptanceDifference]:
     """Yield the difference in each replication, as `dflash compare` computes it.
 
     Degrees of freedom have three digits here, so that quantiles are computed once.
@@ -85,7 +89,7 @@ def differences(base: Floats, other: Floats, *, is_paired: bool) -> Iterator[Acc
     rows = (first[:, 0] / first[:, 1], second[:, 0] / second[:, 1], error, freedom, num_differing)
     for was, now, spread, free, count in zip(*(row.tolist() for row in rows), strict=True):
         yield AcceptanceDifference(
-            base=was, other=now, error=spread, freedom=float(f"{free:.3g}"), confidence=CONFIDENCE,
+            base=was, other=now, error=spread, freedom=float(f"{free:.3g}"), confidence=confidence,
             num_prompts=num_prompts, num_differing=count, is_paired=is_paired,
         )  # fmt: skip
 
@@ -141,6 +145,18 @@ def false_positions(world: World, count: int, replications: int, *, is_paired: b
     covered = (covers(items, 0, lambda item: few_differ(item) is None) for items in found)
     printed = [share for share in covered if not math.isnan(share)] or [math.nan]
     return 100 * float(np.mean(called)), min(printed), max(printed)
+
+
+def false_falls(world: World, count: int, replications: int, num_lengths: int) -> float:
+    """Percent of replications that name a fall, if a draft is equally good at every context length."""
+    rng, found = np.random.default_rng(count + num_lengths), list[bool]()
+    pairs = compared_pairs(range(num_lengths))
+    level = 1 - (1 - CONFIDENCE) / len(pairs)
+    for part in parts_of(replications):
+        sides = [as_units(side)[:, 0] for side in draw_sides(world, rng, (part, count), num_lengths)]
+        rows = (differences(sides[one], sides[two], is_paired=True, confidence=level) for one, two in pairs)
+        found += [any(falling(item) is not None for item in row) for row in zip(*rows, strict=True)]
+    return 100 * float(np.mean(found))
 
 
 def draw_fall(rng: Generator, shape: tuple[int, int], noise: float) -> tuple[Floats, Floats]:
@@ -230,6 +246,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for count in PROMPTS
             ]
             print_rates([name, kind], ("any position called different", "lowest coverage", "highest coverage"), rates)
+    print()
+    counts = [count for count in PROMPTS if count >= MIN_FOR_INTERVAL]
+    print_head(["falls with the context, though equally good", "lengths", *(f"{count} prompts" for count in counts)])
+    for name in options.worlds:
+        for number in (2, 3, 5):
+            shares = (false_falls(WORLDS[name], count, options.replications, number) for count in counts)
+            print_row([name, number, *(f"{share:.1f}" for share in shares)])
     print()
     for title, of_world, label in (
         ("fall on 5% of prompts", false_passes, "passes the gate"),
