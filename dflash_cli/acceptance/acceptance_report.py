@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from dflash_cli.acceptance.acceptance_figures import find_figures
 from dflash_cli.acceptance.condition_results import ConditionResult
 from dflash_cli.acceptance.context_curve import ContextCurve
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
@@ -23,6 +24,7 @@ from dflash_cli.acceptance.intervals.statistics import (
     value_text,
 )
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
+from dflash_cli.figures.figure import Figure
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
 from dflash_cli.terminal.shown import Shown, Table
@@ -105,6 +107,10 @@ class Evaluation(Shown):
 
     def shown_tables(self) -> Mapping[str, Table]:
         return tables(self, is_full=False)
+
+    def shown_figures(self) -> Sequence[Figure]:
+        known = self.total.counts.acceptance_len is not None
+        return find_figures({str(self.settings.get("draft")): self}) if known else ()
 
     @property
     def remarks(self) -> list[list[str]]:

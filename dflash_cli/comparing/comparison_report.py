@@ -17,6 +17,7 @@ from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
 WIDTH = 80
+CORRECTED = "share of steps, p corrected for the number of positions (Holm)"
 
 
 def letter(place: int) -> str:
@@ -98,6 +99,17 @@ def position_lines(comparison: Comparison) -> list[str]:
     if comparison.no_positions is not None:
         is_told = comparison.total.estimate is None
         return [] if is_told else textwrap.wrap(f"by position: not known: {comparison.no_positions}", WIDTH)
+    return textwrap.wrap(f"by position: {position_verdict(comparison)}; {CORRECTED}", WIDTH)
+
+
+def position_finding(comparison: Comparison) -> str:
+    """Return the verdict by position for a report, with the settings in which the two results differ."""
+    other = f", measured with other settings: {', '.join(comparison.unlike)}" if comparison.unlike else ""
+    return f"{position_verdict(comparison)}{other}; {CORRECTED}"
+
+
+def position_verdict(comparison: Comparison) -> str:
+    """`lower at 4 to 7`: the positions that differ, or the reason for no verdict."""
     found = {
         verdict: [line.position for line in comparison.positions if line.verdict == verdict]
         for verdict in ("lower", "higher")
@@ -105,11 +117,7 @@ def position_lines(comparison: Comparison) -> list[str]:
     named = [f"{verdict} at {_ranges(positions)}" for verdict, positions in found.items() if positions]
     if not any(line.verdict for line in comparison.positions):
         named = [f"no verdict: {comparison.positions[0].reason}"] if comparison.positions else ["nothing was drafted"]
-    return textwrap.wrap(
-        f"by position: {', '.join(named) or 'no position is shown to differ'}; share of steps, p corrected for the "
-        "number of positions (Holm)",
-        WIDTH,
-    )
+    return ", ".join(named) or "no position is shown to differ"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts, Pair, pool_pairs
@@ -16,7 +17,7 @@ from dflash_cli.acceptance.intervals.acceptance_difference import (
     unpaired_difference,
 )
 from dflash_cli.comparing.contrasts import Contrast, PositionContrast, correct_p_values
-from dflash_cli.comparing.measured_result import MeasuredResult
+from dflash_cli.comparing.measured_result import MeasuredResult, read_result
 from dflash_cli.comparing.position_contrasts import contrast_positions
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.notices import Notice
@@ -82,6 +83,17 @@ def compare_results(
         )
         for item in found
     )
+
+
+def compare_files(paths: Sequence[Path], names: Sequence[str]) -> tuple[Comparison, ...]:
+    """Compare the results in some files with the first one, under other names. Empty if they have different prompts."""
+    results = [replace(read_result(path), name=name) for path, name in zip(paths, names, strict=True)]
+    try:
+        return compare_results(results) if len(results) > 1 else ()
+    except UsageError as error:
+        if error.id == "different-prompts":
+            return ()
+        raise
 
 
 def check_comparable(comparisons: Iterable[Comparison], allowed: Sequence[str]) -> None:

@@ -241,11 +241,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_head(["equally good drafts, by position", "samples", "rate", *(f"{count} prompts" for count in PROMPTS)])
     for name in options.worlds:
         for kind in ("paired", "unpaired"):
-            rates = [
+            of_positions = [
                 false_positions(WORLDS[name], count, options.replications, is_paired=kind == "paired")
                 for count in PROMPTS
             ]
-            print_rates([name, kind], ("any position called different", "lowest coverage", "highest coverage"), rates)
+            titles = ("any position called different", "lowest coverage", "highest coverage")
+            print_rates([name, kind], titles, of_positions)
     print()
     counts = [count for count in PROMPTS if count >= MIN_FOR_INTERVAL]
     print_head(["falls with the context, though equally good", "lengths", *(f"{count} prompts" for count in counts)])

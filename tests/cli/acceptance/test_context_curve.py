@@ -22,7 +22,7 @@ def curve(lengths: dict[int, float], num_prompts: int = 64, thinking: str | None
     found = context_curve(
         conditions,
         (WINDOW, POSITIONS),
-        lambda *pair: tuple(counts(lengths[item.context_len or 0], num_prompts) for item in pair),  # type: ignore[return-value]
+        lambda *pair: tuple(counts(lengths[item.context_len or 0], num_prompts) for item in pair),
         0.95,
     )
     assert found is not None

@@ -90,8 +90,8 @@ def test_a_longer_prompt_keeps_its_end(text: str, length: int, tokenizer: Tokeni
 
 
 def test_a_cut_keeps_the_system_message(tokenizer: Tokenizer) -> None:
-    kind, (system, user) = ROWS["messages"]
-    row = make_row(kind, [system, {**user, "content": "word " * 500 + "What is it?"}])
+    kind, (system, _) = ROWS["messages"]
+    row = make_row(kind, [system, {"role": "user", "content": "word " * 500 + "What is it?"}])
     cut = fit_row(row, 100, tokenizer, chat=True)
     assert cut is not None
     assert cut.value[0] == system
