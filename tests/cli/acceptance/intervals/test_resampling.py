@@ -96,7 +96,7 @@ def test_positions_of_equal_drafts_are_rarely_called_different(name: str) -> Non
 
 
 def test_falls_with_the_context_are_rarely_named_if_there_are_none() -> None:
-    """In at most 5.5 of 100, within two standard errors of 400 replications. Without the correction: 10.8."""
+    """In at most 5.5 of 100, within two standard errors of 400 replications. Without the correction: 10.0."""
     assert verdict_rates.false_falls(coverage.WORLDS["bimodal"], 64, 400, 5) <= 5.5 + 2.3
 
 
