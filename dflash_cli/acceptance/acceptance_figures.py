@@ -13,7 +13,7 @@ from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.acceptance.measured_values import MeasuredValue, measured_values
 from dflash_cli.figures.figure import AxisMark, Figure, Point, Series
 
-SHARE, LENGTH = "share of verify steps", "acceptance length (tokens per step)"
+SHARE, LENGTH = "share of verify steps", "tokens per verify step"
 BY_POSITION = {
     "accepted_share": Figure(
         name="positions",
@@ -149,7 +149,7 @@ def _axis_marks(results: Mapping[str, Measured], lengths: Sequence[int]) -> Iter
     seen = set()
     for result in results.values():
         for mark in result.context.marks if result.context is not None else ():
-            text = f"{mark.num_tokens:,}: {mark.name}"
+            text = f"{mark.kind} {mark.num_tokens:,}"
             for place, (low, high) in enumerate(pairwise(lengths)):
                 is_last = high == lengths[-1] == mark.num_tokens
                 if text not in seen and (low <= mark.num_tokens < high or is_last):

@@ -51,6 +51,8 @@ COLUMN = Size(width=333, plot_height=160, text=11, name_left=128, name_length=16
 """For a column of a paper: 3.33 inches wide, with 8-point text."""
 LEFT, RIGHT, TOP, ROW, LEGEND_ROW = 62, 14, 12, 26, 16
 MAX_TICKS = 6
+LETTER = 0.6
+"""Mean width of a letter, as a share of the size of its text."""
 SAMPLE = 26
 """Length of a series' line in the legend."""
 
@@ -201,7 +203,7 @@ def _legend(plot: _Plot) -> Iterator[Shape]:
     """Yield a row for each of several series: its line, mark and name."""
     if len(plot.figure.series) < 2:
         return
-    length = int((plot.size.width - LEFT - SAMPLE - RIGHT) / (0.6 * plot.size.text))
+    length = int((plot.size.width - LEFT - SAMPLE - RIGHT) / (LETTER * plot.size.text))
     for index, series in enumerate(plot.figure.series):
         y = TOP + LEGEND_ROW * (index + 0.3)
         if plot.figure.kind == "bars":
@@ -225,7 +227,7 @@ def _column_axes(plot: _Plot) -> Iterator[Shape]:
     for number, mark in enumerate(plot.figure.marks):
         x = plot.column(mark.place)
         yield Line(((x, plot.top), (x, plot.bottom)), is_mark=True)
-        is_right = x > plot.left + plot.width / 2
+        is_right = x + LETTER * text * len(mark.name) > plot.right
         y = plot.top + (number % 4 + 1) * 1.1 * text
         yield Label(x - 4 if is_right else x + 4, y, mark.name, "end" if is_right else "start")
     yield Label(plot.left + plot.width / 2, plot.bottom + 2.9 * text, plot.figure.axis, "middle")

@@ -1,8 +1,11 @@
 """Context lengths that a draft names: its window, its positions, the lengths of its rope and of its training."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from dflash_runtime.documents import computed_key
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.opening import DraftCheckpoint
@@ -20,35 +23,47 @@ LENGTH = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 
+MarkKind = Literal["window", "rope", "positions", "training"]
+NAMES: Mapping[MarkKind, str] = {
+    "window": "the draft's window",
+    "rope": "the rope's original length",
+    "positions": "the draft's positions",
+    "training": "the length it was trained for",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextMark:
     """A context length that a draft names."""
 
-    name: Annotated[str, "what the length is, such as: the draft's window"]
+    kind: MarkKind
     num_tokens: int
     source: Annotated[str, "the key of the config, or the file"]
+
+    @property
+    @computed_key
+    def name(self) -> str:
+        """What the length is: `the draft's window`."""
+        return NAMES[self.kind]
 
 
 def context_marks(draft: "DraftCheckpoint") -> tuple[ContextMark, ...]:
     """Return the lengths that a draft names, ascending: only stated ones."""
     config = draft.config
     found = [
-        ContextMark(name="the draft's window", num_tokens=size, source=_window_source(config.windows, size))
+        ContextMark(kind="window", num_tokens=size, source=_window_source(config.windows, size))
         for size in sorted({size for size in config.windows if size is not None})
     ]
     rope_len = config.rope.params.get(ROPE_LENGTH)
     if isinstance(rope_len, int):
-        found.append(ContextMark(name="the rope's original length", num_tokens=rope_len, source=ROPE_LENGTH))
+        found.append(ContextMark(kind="rope", num_tokens=rope_len, source=ROPE_LENGTH))
     found.append(
-        ContextMark(
-            name="the draft's positions", num_tokens=config.max_position_embeddings, source="max_position_embeddings"
-        )
+        ContextMark(kind="positions", num_tokens=config.max_position_embeddings, source="max_position_embeddings")
     )
     card = draft.checkpoint.path / CARD
     trained = trained_length(card.read_bytes()[:MAX_CARD_BYTES].decode(errors="replace")) if card.is_file() else None
     if trained is not None:
-        found.append(ContextMark(name="the length it was trained for", num_tokens=trained, source=CARD))
+        found.append(ContextMark(kind="training", num_tokens=trained, source=CARD))
     return tuple(sorted(found, key=lambda mark: mark.num_tokens))
 
 

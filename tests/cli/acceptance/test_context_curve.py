@@ -7,8 +7,8 @@ from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.context_marks import ContextMark
 
-WINDOW = ContextMark(name="the draft's window", num_tokens=4096, source="sliding_window of 5 of 5 layers")
-POSITIONS = ContextMark(name="the draft's positions", num_tokens=40960, source="max_position_embeddings")
+WINDOW = ContextMark(kind="window", num_tokens=4096, source="sliding_window of 5 of 5 layers")
+POSITIONS = ContextMark(kind="positions", num_tokens=40960, source="max_position_embeddings")
 
 
 def counts(length: float, num_prompts: int = 64) -> TokenCounts:

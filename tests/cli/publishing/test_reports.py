@@ -21,7 +21,7 @@ from dflash_cli.acceptance.acceptance_report import command_line, headline, tabl
 from dflash_cli.acceptance.condition_results import ConditionResult
 from dflash_cli.acceptance.context_curve import ContextCurve
 from dflash_cli.comparing.stored_evaluation import read_evaluations
-from dflash_cli.figures.drawing import PAGE
+from dflash_cli.figures.drawing import COLUMN, LETTER, PAGE, Label, lay_out
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.context_marks import ContextMark
 from dflash_cli.publishing.csv_report import COLUMNS
@@ -290,7 +290,7 @@ def test_context_lengths_have_a_figure_with_the_lengths_that_the_draft_names(fil
         )
         for size, chance in ((1024, 0.7), (4096, 0.7), (16384, 0.3))
     )
-    window = ContextMark(name="the draft's window", num_tokens=8192, source="sliding_window of 5 of 5 layers")
+    window = ContextMark(kind="window", num_tokens=8192, source="sliding_window of 5 of 5 layers")
     curve = ContextCurve(marks=(window,))
     write_evaluation(files / "c.json", dataclasses.replace(evaluation, conditions=results, context=curve))
     (found,) = [
@@ -298,9 +298,14 @@ def test_context_lengths_have_a_figure_with_the_lengths_that_the_draft_names(fil
     ]
     assert found.labels == ("1,024", "4,096", "16,384")
     assert [point is not None and point.ends is not None for point in found.series[0].points] == [True] * 3
+    for figure in [*find_figures({"c": evaluation}), found]:
+        drawing = lay_out(figure, COLUMN)
+        for item in drawing.shapes:
+            if isinstance(item, Label) and item.is_turned:
+                assert LETTER * COLUMN.text * len(item.text) <= 2 * min(item.y, drawing.height - item.y), item.text
     (mark,) = found.marks
-    assert (round(mark.place, 6), mark.name) == (1.5, "8,192: the draft's window")
-    assert "8,192: the draft&#x27;s window" in written("c.json", "--figure", "context", "-o", "context.svg")
+    assert (round(mark.place, 6), mark.name) == (1.5, "window 8,192")
+    assert ">window 8,192<" in written("c.json", "--figure", "context", "-o", "context.svg")
     assert "no fall with the context was measured" in written("c.json", "-o", "context.md")
 
 
