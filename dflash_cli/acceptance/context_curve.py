@@ -1,8 +1,8 @@
 """Acceptance by context length: the lengths that the draft names, and falls that an interval supports.
 
 Each prompt is measured under each length, so lengths are compared pair by pair. Neighbouring lengths are compared, and
-the shortest with the longest. Intervals are corrected for the number of these comparisons (Bonferroni), so at most 1
-in 20 drafts whose acceptance is the same at every length is said to fall.
+the shortest with the longest. Intervals are corrected for the number of comparisons (Bonferroni). So at most 1 in 20
+drafts with equal acceptance at every length is said to fall.
 """
 
 import textwrap
@@ -53,7 +53,7 @@ class ContextFall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextCurve:
-    """What a run with several context lengths shows. `marks` are the lengths that the draft names, ascending."""
+    """The result of a run with several context lengths. `marks` are the lengths that the draft names, ascending."""
 
     marks: tuple[ContextMark, ...]
     falls: tuple[ContextFall, ...] = ()
@@ -62,7 +62,7 @@ class ContextCurve:
     @property
     @computed_key
     def conclusion(self) -> str:
-        """The falls in words, or that no fall was measured, or why there is no answer."""
+        """The falls in words, or the statement that acceptance did not fall, or the reason for no comparison."""
         if self.falls:
             return "; ".join(fall.text for fall in self.falls)
         return "no fall with the context was measured" if self.no_test is None else f"no comparison: {self.no_test}"

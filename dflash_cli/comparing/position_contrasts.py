@@ -33,7 +33,7 @@ def contrast_positions(
     sides = pool_pairs(pairs)
     for item, side in zip((base, other), sides, strict=True):
         if item.counts is None or not all(row.histogram or not row.num_steps for row in side):
-            text = f"{item.name} ({item.source}) has no counts by position for each prompt"
+            text = f"{item.name} ({item.source}) lacks counts by position for each prompt"
             return (), Notice(text, id="no-positions")
     positions = range(1, 1 + min(_num_verified(base), _num_verified(other)))
     return tuple(_contrast(position, sides, confidence, is_paired=is_paired) for position in positions), None

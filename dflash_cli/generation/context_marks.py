@@ -43,7 +43,7 @@ class ContextMark:
     @property
     @computed_key
     def name(self) -> str:
-        """What the length is: `the draft's window`."""
+        """The meaning of the length: `the draft's window`."""
         return NAMES[self.kind]
 
 

@@ -149,7 +149,7 @@ def _last_place(missing: Callable[[int], int], low: int, high: int) -> int | Non
     """Return the number of characters with which no token is missing, or else the fewest are; None if all exceed.
 
     The number of missing tokens falls with the characters, but for single characters that join or split tokens. So the
-    neighbours of the place where it changes sign are tried, too.
+    neighbours of the change of sign are tried, too.
     """
     if low > high or missing(low) < 0:
         return None

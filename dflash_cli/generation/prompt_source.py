@@ -45,7 +45,7 @@ class PromptSource:
     sha256: Annotated[str | None, "of the file, or of a dataset's files one after the other"] = None
     dataset: DatasetSource | None = None
     num_cut: Annotated[
-        int, NOT_REQUIRED, "prompts longer than the shortest of --context-lengths, whose beginning is cut off there"
+        int, NOT_REQUIRED, "prompts longer than the shortest of --context-lengths, and cut at the front for this length"
     ] = 0
     num_too_long: Annotated[int, "prompts left out because no cut gives them every one of --context-lengths"] = 0
     warning: Notice | None = None

@@ -81,7 +81,7 @@ def write_report(
 
     Raises:
         UnsupportedError: a PNG or PDF without matplotlib.
-        UsageError: the results lack the figure, or the format has no figures.
+        UsageError: the results lack the figure, or the format has tables only.
     """
     if name is not None and chosen in ("md", "csv"):
         raise UsageError(field="--figure", found=name, expected=f"no figure: {chosen} has tables only")
