@@ -66,10 +66,11 @@ COMMANDS = {
     ),
     "report": Entry(
         section=RUN,
-        summary="Write a report on measured acceptance: HTML, PNG, Markdown or CSV.",
+        summary="Write a report on measured acceptance: HTML, SVG, PDF, PNG, Markdown or CSV.",
         examples=(
             "dflash report result.json -o report.html",
             "dflash report old.json new.json -o report.csv",
+            "dflash report old.json new.json --figure positions --name DFlash,EAGLE-3 -o figure.pdf",
         ),
         docs="publishing",
         also=("publish", "plot"),

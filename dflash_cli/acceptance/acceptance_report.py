@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from dflash_cli.acceptance.acceptance_figures import find_figures
 from dflash_cli.acceptance.condition_results import ConditionResult
+from dflash_cli.acceptance.context_curve import ContextCurve
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.acceptance.disaggregated import TITLE, Disaggregation
@@ -22,6 +24,7 @@ from dflash_cli.acceptance.intervals.statistics import (
     value_text,
 )
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
+from dflash_cli.figures.figure import Figure
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
 from dflash_cli.terminal.shown import Shown, Table
@@ -56,6 +59,7 @@ class Evaluation(Shown):
     failed: Annotated[tuple[Failure, ...], "prompts that were not measured and are not in the result"] = ()
     anchors: Annotated[Anchors | None, "acceptance over every anchor; only in a replay"] = None
     conditions: Annotated[tuple[ConditionResult, ...], NOT_REQUIRED, "empty without conditions"] = ()
+    context: Annotated[ContextCurve | None, NOT_REQUIRED, "with --context-lengths: falls of acceptance"] = None
     exact_match: Annotated[tuple[ExactMatch, ...], NOT_REQUIRED, "for answers with a reference number"] = ()
     rejected_tokens: Annotated[tuple[RejectedToken, ...], NOT_REQUIRED, "tokens rejected most often"] = ()
     draft_confidence: Annotated[
@@ -104,10 +108,15 @@ class Evaluation(Shown):
     def shown_tables(self) -> Mapping[str, Table]:
         return tables(self, is_full=False)
 
+    def shown_figures(self) -> Sequence[Figure]:
+        known = self.total.counts.acceptance_len is not None
+        return find_figures({str(self.settings.get("draft")): self}) if known else ()
+
     @property
     def remarks(self) -> list[list[str]]:
-        """Paragraphs about right answers and, if prompts were prefilled in another process, about the hand-off."""
-        found = [item.lines for item in self.exact_match]
+        """Paragraphs about the context, right answers and, with prompts prefilled elsewhere, the hand-off."""
+        found = [self.context.lines] if self.context is not None else []
+        found += [item.lines for item in self.exact_match]
         return found if self.disaggregation is None else [*found, self.disaggregation.lines]
 
 

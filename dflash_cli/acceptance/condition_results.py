@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Annotated
 
 from dflash_cli.acceptance.conversation_counts import count_conversations, distinct_prompts
-from dflash_cli.acceptance.intervals.acceptance_difference import no_interval, paired_difference
+from dflash_cli.acceptance.intervals.acceptance_difference import TokenCounts, no_interval, paired_difference
 from dflash_cli.acceptance.intervals.statistics import Interval, Summary
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.conditions import Condition
@@ -29,32 +29,66 @@ class ConditionResult:
     difference_no_interval: Annotated[str | None, NOT_REQUIRED, "why the difference has no interval"] = None
 
 
+@dataclass(frozen=True, slots=True)
+class PairedCounts:
+    """Tokens and steps of each prompt under each condition: condition -> index of the prompt -> tokens and steps."""
+
+    counts: Mapping[str, Mapping[int, tuple[float, int]]]
+    prompts: Mapping[int, str]
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], conditions: Sequence[Condition]) -> "PairedCounts":
+        """Return the counts of some answers."""
+        return cls(
+            {item.name: _steps(_under(answers, item)) for item in conditions},
+            dict(zip((answer.row.prompt_index for answer in answers), distinct_prompts(answers), strict=True)),
+        )
+
+    def sides(self, first: Condition, second: Condition) -> tuple[TokenCounts, TokenCounts]:
+        """Return tokens and steps of the prompts measured under both conditions, by distinct prompt."""
+        base, other = self.counts[first.name], self.counts[second.name]
+        shared = [key for key in base if key in other]
+        return self._pool(base, shared), self._pool(other, shared)
+
+    def num_pairs(self, first: Condition, second: Condition) -> int:
+        """Return the number of prompts that were measured under both conditions, repeats included."""
+        return len(self.counts[first.name].keys() & self.counts[second.name].keys())
+
+    def _pool(self, counts: Mapping[int, tuple[float, int]], shared: Sequence[int]) -> TokenCounts:
+        found: dict[str, tuple[float, int]] = {}
+        for index in shared:
+            tokens, steps = found.get(self.prompts[index], (0, 0))
+            found[self.prompts[index]] = tokens + counts[index][0], steps + counts[index][1]
+        return list(found.values())
+
+
+def drafting(conditions: Sequence[Condition]) -> list[Condition]:
+    """Return the conditions with a draft."""
+    return [condition for condition in conditions if condition.name and not condition.is_plain]
+
+
 def compare_conditions(
     answers: Sequence[Answer],
     conditions: Sequence[Condition],
     pool: Callable[[Sequence[Answer]], Summary],
     failed: Sequence[str | None],
+    paired: PairedCounts,
     confidence: float,
 ) -> tuple[ConditionResult, ...]:
     """Return a result for each condition with a draft. `failed` has the condition of each failed prompt."""
-    drafted = [condition for condition in conditions if condition.name and not condition.is_plain]
-    groups = {item.name: [answer for answer in answers if answer.row.condition_name == item.name] for item in drafted}
-    counts = {name: _steps(members) for name, members in groups.items()}
-    prompts = dict(zip((answer.row.prompt_index for answer in answers), distinct_prompts(answers), strict=True))
     found = []
-    for condition in drafted:
-        name, base = condition.name, counts[drafted[0].name]
-        shared = [key for key in base if key in counts[name]]
-        sides = _pool(base, shared, prompts), _pool(counts[name], shared, prompts)
-        is_first = condition is drafted[0]
+    for condition in conditions:
+        members = _under(answers, condition)
+        is_first = condition is conditions[0]
+        sides = paired.sides(conditions[0], condition)
         difference = None if is_first else paired_difference(*sides, confidence)
         found.append(
             ConditionResult(
                 condition=condition,
-                summary=pool(groups[name]),
-                num_failed=failed.count(name),
-                prompt_len=_mean_prompt_len(groups[name]),
-                num_pairs=0 if is_first else len(shared),
+                summary=pool(members),
+                num_failed=failed.count(condition.name),
+                prompt_len=_mean_prompt_len(members),
+                num_pairs=0 if is_first else paired.num_pairs(conditions[0], condition),
                 difference=difference.value if difference is not None else None,
                 difference_interval=difference.interval if difference is not None else None,
                 difference_no_interval=None if is_first else no_interval(difference, len(sides[0])),
@@ -63,22 +97,15 @@ def compare_conditions(
     return tuple(found)
 
 
+def _under(answers: Sequence[Answer], condition: Condition) -> list[Answer]:
+    return [answer for answer in answers if answer.row.condition_name == condition.name]
+
+
 def _steps(answers: Sequence[Answer]) -> dict[int, tuple[float, int]]:
     """Return tokens and steps by prompt."""
     rows = sorted({answer.row.index: answer.row.prompt_index for answer in answers}.items())
     counts = count_conversations(answers)
     return {prompt: (item.num_tokens, item.num_steps) for (_, prompt), item in zip(rows, counts, strict=True)}
-
-
-def _pool(
-    counts: Mapping[int, tuple[float, int]], shared: Sequence[int], prompts: Mapping[int, str]
-) -> list[tuple[float, int]]:
-    """Return tokens and steps by distinct prompt."""
-    found: dict[str, tuple[float, int]] = {}
-    for index in shared:
-        tokens, steps = found.get(prompts[index], (0, 0))
-        found[prompts[index]] = tokens + counts[index][0], steps + counts[index][1]
-    return list(found.values())
 
 
 def _mean_prompt_len(answers: Sequence[Answer]) -> float | None:

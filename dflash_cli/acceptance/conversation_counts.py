@@ -1,12 +1,14 @@
 """Tokens and steps of each conversation of a result. Two results are compared by these counts."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dflash_runtime.checkpoint.digests import digest_text
-from dflash_runtime.documents import Limits
+from dflash_runtime.documents import NOT_REQUIRED, Limits
 from dflash_runtime.json_values import is_number
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ class ConversationCounts:
         float, AT_LEAST_0, "tokens of steps with a context at least twice as long as at the first step"
     ] = 0
     num_far_steps: Annotated[int, AT_LEAST_0] = 0
+    histogram: Annotated[
+        tuple[int, ...], NOT_REQUIRED, "number of steps that committed 1, 2, ... tokens; empty if not known"
+    ] = ()
 
     def __post_init__(self) -> None:
         for name in COUNTED:
@@ -47,6 +52,16 @@ class ConversationCounts:
         for far, all_of_them in (("num_far_tokens", self.num_tokens), ("num_far_steps", self.num_steps)):
             if getattr(self, far) > all_of_them:
                 raise ValueError(f"{far} of {self.name}: found {getattr(self, far)!r}, expected {all_of_them} at most")
+        told = sum(place * count for place, count in enumerate(self.histogram, start=1)), sum(self.histogram)
+        if self.histogram and (min(self.histogram) < 0 or told != (self.num_tokens, self.num_steps)):
+            raise ValueError(
+                f"histogram of {self.name}: found {told[0]} tokens in {told[1]} steps, expected {self.num_tokens:g} in "
+                f"{self.num_steps}"
+            )
+
+    def num_accepted(self, position: int) -> int:
+        """Return the number of steps that accepted a draft position, counted from 1, and all positions before it."""
+        return sum(self.histogram[position:])
 
     @classmethod
     def of_turns(
@@ -95,6 +110,16 @@ def pool_repeats(conversations: Iterable[ConversationCounts]) -> tuple[Conversat
     return tuple(_sum(members) for members in groups.values())
 
 
+Pair = tuple[ConversationCounts | None, ConversationCounts | None]
+"""Counts of a conversation in two results. Results of different prompts have None on one side."""
+
+
+def pool_pairs(pairs: Iterable[Pair]) -> tuple[tuple[ConversationCounts, ...], tuple[ConversationCounts, ...]]:
+    """Return the conversations of each side, one per distinct prompt."""
+    base, other = ([item for item in side if item] for side in zip(*pairs, strict=True))
+    return pool_repeats(base), pool_repeats(other)
+
+
 def distinct_prompts(answers: "Sequence[Answer]") -> list[str]:
     """Return the name of each answer's distinct prompt: its digest under the first condition that has an answer."""
     names: dict[int, str] = {}
@@ -112,7 +137,9 @@ def _add_up(items: Sequence[ConversationCounts]) -> ConversationCounts:
 def _sum(items: Sequence[ConversationCounts]) -> ConversationCounts:
     if len(items) == 1:
         return items[0]
-    return replace(items[0], **{name: sum(getattr(item, name) for item in items) for name in COUNTED})
+    histogram = tuple(map(sum, zip_longest(*(item.histogram for item in items), fillvalue=0)))
+    counts = {name: sum(getattr(item, name) for item in items) for name in COUNTED}
+    return replace(items[0], **counts, histogram=histogram if all(item.histogram for item in items) else ())
 
 
 def _count(answers: "Sequence[Answer]") -> ConversationCounts:
@@ -127,9 +154,11 @@ def _count(answers: "Sequence[Answer]") -> ConversationCounts:
     )
 
 
-def count_turns(turns: Sequence[TurnSteps]) -> dict[str, int]:
-    """Return tokens and steps of a conversation's turns, by the field names of `ConversationCounts`."""
-    counts = dict.fromkeys(COUNTED, 0)
+def count_turns(turns: Sequence[TurnSteps]) -> dict[str, Any]:
+    """Return tokens, steps and the histogram of a conversation's turns, by the field names of `ConversationCounts`."""
+    counts: dict[str, Any] = dict.fromkeys(COUNTED, 0)
+    lengths = Counter(length for turn in turns for length in turn.acceptance_lengths)
+    counts["histogram"] = tuple(lengths[length] for length in range(1, max(lengths, default=0) + 1))
     far = max(2 * turns[0].prompt_len, turns[0].prompt_len + FAR)
     for turn in turns:
         context = turn.prompt_len

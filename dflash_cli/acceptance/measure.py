@@ -8,7 +8,8 @@ from pathlib import Path
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.acceptance.condition_results import compare_conditions
+from dflash_cli.acceptance.condition_results import PairedCounts, compare_conditions, drafting
+from dflash_cli.acceptance.context_curve import context_curve
 from dflash_cli.acceptance.conversation_counts import count_conversations, distinct_prompts
 from dflash_cli.acceptance.draft_confidence import find_confidence
 from dflash_cli.acceptance.exact_match import score
@@ -18,6 +19,7 @@ from dflash_cli.acceptance.journal import Journal
 from dflash_cli.acceptance.rejected_tokens import find_rejected
 from dflash_cli.generation.answers import Answer, Answering, Event, Tally
 from dflash_cli.generation.conditions import Condition
+from dflash_cli.generation.context_marks import ContextMark
 from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow, digest_rows
@@ -34,7 +36,8 @@ class EvaluationPlan:
 
     A row names the condition under which it is answered. With `scores`, final numbers are compared with the rows'
     references. Each answer is written to `journal` when it ends. With `resume`, prompts answered in that file are not
-    run again; with `force` alone, the file is replaced. `lock_sha256` is the hash of the pair's lock.
+    run again; with `force` alone, the file is replaced. `lock_sha256` is the hash of the pair's lock. `marks` are the
+    context lengths that the draft names.
     """
 
     rows: Sequence[PromptRow]
@@ -42,6 +45,7 @@ class EvaluationPlan:
     source: PromptSource
     chat: bool = False
     conditions: Sequence[Condition] = ()
+    marks: Sequence[ContextMark] = ()
     scores: bool = False
     confidence: float = 0.95
     num_resamples: int = 10_000
@@ -82,12 +86,15 @@ def measure(
     journal.drop_unfinished()
     answers = [answer for answer in journal.answers if not answer.row.is_plain]
     failures, pool = find_failures(failed), partial(_pool, session=session, request=request)
+    conditions = drafting(request.conditions)
+    paired = PairedCounts.of(answers, conditions)
     return Evaluation(
         total=pool(answers),
         categories={name: pool(members) for name, members in by_category(answers).items()},
         conditions=compare_conditions(
-            answers, request.conditions, pool, [item.condition for item in failures], request.confidence
+            answers, conditions, pool, [item.condition for item in failures], paired, request.confidence
         ),
+        context=context_curve(conditions, request.marks, paired.sides, request.confidence),
         exact_match=score(journal.answers, request.confidence) if request.scores else (),
         settings={**session.references, **settings},
         prompts=request.source,

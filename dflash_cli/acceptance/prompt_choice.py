@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from dflash_cli.acceptance.exact_match import parse_number
 from dflash_cli.generation.conditions import Condition
-from dflash_cli.generation.padding import pad_row
+from dflash_cli.generation.padding import count_tokens, fit_row
 from dflash_cli.generation.prompt_sets import BUNDLED, PromptSet, default_prompts
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation, PromptRow, Sample, sample_rows
@@ -69,7 +69,11 @@ def choose_prompts(
             hint="use gsm8k, or add the key reference to your own rows",
         )
     asked = _put_under(rows, conditions, pair, chat=choice.chat, stride=len(prompts.rows))
-    source = replace(choice.source, num_too_long=len(rows) - len({row.prompt_index for row in asked}))
+    source = replace(
+        choice.source,
+        num_cut=_num_cut(rows, conditions, pair, chat=choice.chat),
+        num_too_long=len(rows) - len({row.prompt_index for row in asked}),
+    )
     if source.warning is not None:
         console.warn(source.warning)
     return PromptChoice(rows=asked, source=source, chat=choice.chat)
@@ -116,7 +120,7 @@ def choose_rows(
 def _put_under(
     rows: Sequence[PromptRow], conditions: Sequence[Condition], pair: "OpenedPair", *, chat: bool, stride: int
 ) -> list[PromptRow]:
-    """Return every row under every condition. A prompt longer than one of the context lengths is left out of all.
+    """Return every row under every condition. A prompt without a cut for some context length is left out of all.
 
     A row's index does not depend on the other rows, so a resumed run finds its answer.
     """
@@ -133,12 +137,20 @@ def _put_under(
     if not found[0]:
         lengths = [item.context_len for item in conditions if item.context_len is not None]
         raise UsageError(
-            f"--context-lengths {min(lengths)}: every prompt is longer",
+            f"--context-lengths {min(lengths)}: no prompt can be cut to this number of tokens",
             id="prompts-too-long",
             field="--context-lengths",
             found=min(lengths),
         )
     return [row for members in found for row in members]
+
+
+def _num_cut(rows: Sequence[PromptRow], conditions: Sequence[Condition], pair: "OpenedPair", *, chat: bool) -> int:
+    """Return how many prompts are longer than the shortest context length."""
+    shortest = min((item.context_len for item in conditions if item.context_len is not None), default=None)
+    if shortest is None:
+        return 0
+    return sum(count_tokens(row, pair.tokenizer, chat=chat) > shortest for row in rows)
 
 
 def _check_lengths(conditions: Sequence[Condition], pair: "OpenedPair") -> None:
@@ -165,7 +177,7 @@ def _put(row: PromptRow, condition: Condition, pair: "OpenedPair", *, chat: bool
     named = replace(row, condition=condition if condition.name else None)
     if condition.context_len is None:
         return named
-    return pad_row(named, condition.context_len, pair.tokenizer, chat=chat)
+    return fit_row(named, condition.context_len, pair.tokenizer, chat=chat)
 
 
 def _check_thinking(

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import GateFileOptions, VerdictOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
-from dflash_cli.terminal.shown import Shown
+from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from dflash_cli.comparing.comparison_report import CompareDocument
     from dflash_cli.comparing.result_comparison import Comparison
+    from dflash_cli.figures.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,20 @@ class Comparisons(Shown):
 
         return [headline(item, place) for place, item in enumerate(self.items, start=1)]
 
+    def shown_tables(self) -> "Mapping[str, Table]":
+        from dflash_cli.comparing.comparison_report import letter, position_table, table
+
+        found: dict[str, Table] = {}
+        for place, item in enumerate(self.items, start=1):
+            title = f"{letter(place)} against A"
+            found |= {title: table(item, place), f"{title}, by position": position_table(item, place)}
+        return found
+
+    def shown_figures(self) -> "Sequence[Figure]":
+        from dflash_cli.comparing.comparison_figures import difference_figures
+
+        return difference_figures(self.items)
+
 
 @verb(ComparisonRequest)
 def compare(request: ComparisonRequest) -> Comparisons:
@@ -125,7 +142,15 @@ def command(request: ComparisonRequest) -> None:
 
 
 def _print(comparisons: "tuple[Comparison, ...]", tolerance: float | None) -> None:
-    from dflash_cli.comparing.comparison_report import headline, how, legend, shape_lines, table
+    from dflash_cli.comparing.comparison_report import (
+        headline,
+        how,
+        legend,
+        position_lines,
+        position_table,
+        shape_lines,
+        table,
+    )
 
     results = [comparisons[0].base, *(item.other for item in comparisons)]
     for line in legend(results):
@@ -137,6 +162,11 @@ def _print(comparisons: "tuple[Comparison, ...]", tolerance: float | None) -> No
             console.result(line)
         if item.categories:
             console.table(*table(item, place))
+        lines = position_lines(item)
+        if lines:
+            console.result("", *lines)
+        if item.positions:
+            console.table(*position_table(item, place))
     shapes = shape_lines(results)
     if shapes:
         console.result("", *shapes)

@@ -204,6 +204,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.checkpoints.opening import Overrides
+    from dflash_cli.generation.context_marks import context_marks
     from dflash_cli.generation.loaded_pair import open_pair
 
     params = request.sampling_params(request.max_new_tokens)
@@ -218,6 +219,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         source=choice.source,
         chat=choice.chat,
         conditions=conditions,
+        marks=() if pair.draft is None else context_marks(pair.draft),
         scores=request.exact_match != "none",
         confidence=request.confidence,
         num_resamples=request.num_resamples,

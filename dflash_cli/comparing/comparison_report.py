@@ -7,15 +7,17 @@ from string import ascii_uppercase
 from typing import Annotated, Any, ClassVar
 
 from dflash_cli.acceptance.intervals.statistics import value_text
+from dflash_cli.comparing.contrasts import Contrast, PositionContrast, Tested
 from dflash_cli.comparing.measured_result import MeasuredResult
-from dflash_cli.comparing.result_comparison import Comparison, Contrast
+from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.terminal.shown import Table
-from dflash_runtime.documents import INLINE
+from dflash_runtime.documents import INLINE, NOT_REQUIRED
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import shorten
 
 CATEGORY_WIDTH = 14
 WIDTH = 80
+CORRECTED = "share of steps, p corrected for the number of positions (Holm)"
 
 
 def letter(place: int) -> str:
@@ -83,6 +85,52 @@ def table(comparison: Comparison, place: int) -> Table:
     return columns, [_row(line) for line in (*comparison.categories, comparison.total)]
 
 
+def position_table(comparison: Comparison, place: int) -> Table:
+    """Return columns and rows: the share of steps that accept each draft position, and its difference."""
+    rows = [
+        (str(line.position), *(value_text(rate) for rate in line.acceptance_rates), *contrast_cells(line, "+.3f"))
+        for line in comparison.positions
+    ]
+    return ("position", "A", letter(place), "difference", "p", "verdict"), rows
+
+
+def position_lines(comparison: Comparison) -> list[str]:
+    """Return lines that name the positions that differ, or the reason for no answer. Empty without rows of prompts."""
+    if comparison.no_positions is not None:
+        is_told = comparison.total.estimate is None
+        return [] if is_told else textwrap.wrap(f"by position: not known: {comparison.no_positions}", WIDTH)
+    return textwrap.wrap(f"by position: {position_verdict(comparison)}; {CORRECTED}", WIDTH)
+
+
+def position_finding(comparison: Comparison) -> str:
+    """Return the verdict by position for a report, with the settings in which the two results differ."""
+    other = f", measured with other settings: {', '.join(comparison.unlike)}" if comparison.unlike else ""
+    return f"{position_verdict(comparison)}{other}; {CORRECTED}"
+
+
+def position_verdict(comparison: Comparison) -> str:
+    """`lower at 4 to 7`: the positions that differ, or the reason for no verdict."""
+    found = {
+        verdict: [line.position for line in comparison.positions if line.verdict == verdict]
+        for verdict in ("lower", "higher")
+    }
+    named = [f"{verdict} at {_ranges(positions)}" for verdict, positions in found.items() if positions]
+    if not any(line.verdict for line in comparison.positions):
+        named = [f"no verdict: {comparison.positions[0].reason}"] if comparison.positions else ["nothing was drafted"]
+    return ", ".join(named) or "no position is shown to differ"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`1, 3 to 5`: ascending numbers, neighbours together."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
 def _row(line: Contrast) -> tuple[str, ...]:
     lengths = [value_text(length, form=".2f") for length in line.acceptance_lens]
     return (
@@ -113,6 +161,10 @@ class ComparisonEntry:
     is_paired: bool
     total: Annotated[Contrast, INLINE]
     categories: Mapping[str, Contrast]
+    positions: Annotated[
+        tuple[PositionContrast, ...], NOT_REQUIRED, "share of verify steps that accept each draft position"
+    ] = ()
+    no_positions: Annotated[str | None, NOT_REQUIRED, "why positions is empty"] = None
     unlike: Annotated[Mapping[str, tuple[Any, Any]], "facts that differ: the value of each result"]
 
     @classmethod
@@ -124,6 +176,8 @@ class ComparisonEntry:
             is_paired=comparison.is_paired,
             total=comparison.total,
             categories={line.category or "": line for line in comparison.categories},
+            positions=comparison.positions,
+            no_positions=comparison.no_positions,
             unlike=comparison.unlike,
         )
 
@@ -153,9 +207,9 @@ def compared_results(comparisons: Sequence[Comparison]) -> tuple[MeasuredResult,
     return (*(item.base for item in comparisons[:1]), *(item.other for item in comparisons))
 
 
-def contrast_cells(line: Contrast) -> tuple[str, str, str]:
+def contrast_cells(line: Tested, form: str = "+.2f") -> tuple[str, str, str]:
     """Return difference, p-value and verdict as cells of a table."""
-    return value_text(line.difference, line.interval, "+.2f"), p_value_text(line.p_value), line.verdict or "-"
+    return value_text(line.difference, line.interval, form), p_value_text(line.p_value), line.verdict or "-"
 
 
 def p_value_text(value: float | None, equals: str = "") -> str:

@@ -1,29 +1,26 @@
 """Compare two or more results with the first one. Prints nothing."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
-from typing import Annotated, Any, Literal
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
-from dflash_cli.acceptance.conversation_counts import ConversationCounts, pool_repeats
+from dflash_cli.acceptance.conversation_counts import ConversationCounts, Pair, pool_pairs
 from dflash_cli.acceptance.intervals.acceptance_difference import (
-    AcceptanceDifference,
     fewest_of_sides,
     fewest_prompts,
-    holm,
     no_interval,
     paired_difference,
     tokens_per_step,
     unpaired_difference,
 )
-from dflash_cli.acceptance.intervals.statistics import Interval
-from dflash_cli.comparing.measured_result import MeasuredResult
-from dflash_runtime.documents import HIDDEN, computed_key
+from dflash_cli.comparing.contrasts import Contrast, PositionContrast, correct_p_values
+from dflash_cli.comparing.measured_result import MeasuredResult, read_result
+from dflash_cli.comparing.position_contrasts import contrast_positions
 from dflash_runtime.errors import GateFailed, UsageError
-
-Verdict = Literal["higher", "lower", "equivalent", "same", "undecided"]
-Pair = tuple[ConversationCounts | None, ConversationCounts | None]
+from dflash_runtime.notices import Notice
 
 NAMED_PROMPTS = 3
 NOT_MEASURED = frozenset(
@@ -45,68 +42,19 @@ SAME_BY_DIGEST = {"target": "target_digest"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contrast:
-    """The difference between two results, over all distinct prompts or over the prompts of one category.
-
-    P-values are corrected for the number of compared results, or of categories. `estimate` is None if there are too
-    few prompts for a test. An interval needs more prompts than a test.
-    """
-
-    category: Annotated[str | None, HIDDEN]
-    acceptance_lens: tuple[float | None, float | None]
-    num_conversations: int
-    estimate: Annotated[AcceptanceDifference | None, HIDDEN]
-    reason: Annotated[str | None, "why there is no interval"] = None
-    p_value: Annotated[float | None, "corrected for the number of results, or of categories"] = None
-    equivalence_p_value: float | None = None
-
-    @property
-    @computed_key
-    def difference(self) -> float | None:
-        """The second acceptance length minus the first."""
-        if self.estimate is not None:
-            return self.estimate.value
-        first, second = self.acceptance_lens
-        return None if first is None or second is None else second - first
-
-    @property
-    @computed_key
-    def interval(self) -> Interval | None:
-        """The interval of the difference; null if `reason` says why."""
-        return self.estimate.interval if self.estimate is not None else None
-
-    @property
-    @computed_key
-    def verdict(self) -> Verdict | None:
-        """Whether the second acceptance length is higher, lower or equivalent; null with too few prompts.
-
-        "higher" and "lower" are about all prompts. Few prompts must differ by enough to outweigh a kind they may lack.
-        """
-        if self.estimate is None or self.p_value is None:
-            return None
-        if self.equivalence_p_value is not None and self.equivalence_p_value < 1 - self.estimate.confidence:
-            return "equivalent"
-        if not self.estimate.num_differing:
-            return "same"
-        return self.change if self.change is not None and self.estimate.outweighs_unseen else "undecided"
-
-    @property
-    def change(self) -> Literal["higher", "lower"] | None:
-        """Whether the second length is higher or lower on these prompts by more than luck; None if it may be luck."""
-        if self.estimate is None or self.p_value is None or self.p_value >= 1 - self.estimate.confidence:
-            return None
-        return "higher" if self.estimate.value > 0 else "lower"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One result compared with the first. `unlike` has the facts in which they differ, with both values."""
+    """One result compared with the first. `unlike` has the facts in which they differ, with both values.
+
+    Without differences by position, `no_positions` says why.
+    """
 
     base: MeasuredResult
     other: MeasuredResult
     is_paired: bool
     total: Contrast
     categories: tuple[Contrast, ...]
+    positions: tuple[PositionContrast, ...]
+    no_positions: Notice | None
     unlike: Mapping[str, tuple[Any, Any]]
 
 
@@ -116,7 +64,7 @@ def compare_results(
     """Compare every further result with the first. Results with rows of prompts are paired by prompt if `paired`.
 
     P-values of totals are corrected for the number of results, p-values of categories for all categories of all
-    results.
+    results, p-values of positions for all positions of all results.
 
     Raises:
         UsageError: results to be paired have different prompts.
@@ -125,9 +73,27 @@ def compare_results(
     found = [_compare(base, other, confidence, paired=paired) for other in others]
     totals = iter(correct_p_values([item.total for item in found], tolerance))
     lines = iter(correct_p_values(list(chain.from_iterable(item.categories for item in found)), tolerance))
+    positions = iter(correct_p_values(list(chain.from_iterable(item.positions for item in found))))
     return tuple(
-        replace(item, total=next(totals), categories=tuple(next(lines) for _ in item.categories)) for item in found
+        replace(
+            item,
+            total=next(totals),
+            categories=tuple(next(lines) for _ in item.categories),
+            positions=tuple(next(positions) for _ in item.positions),
+        )
+        for item in found
     )
+
+
+def compare_files(paths: Sequence[Path], names: Sequence[str]) -> tuple[Comparison, ...]:
+    """Compare the results in some files with the first one, under other names. Empty if they have different prompts."""
+    results = [replace(read_result(path), name=name) for path, name in zip(paths, names, strict=True)]
+    try:
+        return compare_results(results) if len(results) > 1 else ()
+    except UsageError as error:
+        if error.id == "different-prompts":
+            return ()
+        raise
 
 
 def check_comparable(comparisons: Iterable[Comparison], allowed: Sequence[str]) -> None:
@@ -200,12 +166,15 @@ def _compare(base: MeasuredResult, other: MeasuredResult, confidence: float, *, 
     else:
         lengths = base.acceptance_len, other.acceptance_len
         total = Contrast(category=None, acceptance_lens=lengths, num_conversations=0, estimate=None, reason=no_rows)
+    positions, no_positions = contrast_positions(base, other, pairs, confidence, is_paired=is_paired)
     return Comparison(
         base=base,
         other=other,
         is_paired=is_paired,
         total=total,
         categories=tuple(lines),
+        positions=positions,
+        no_positions=no_positions,
         unlike=_unlike(base, other, is_paired=is_paired),
     )
 
@@ -215,8 +184,7 @@ def _category(pair: Pair) -> str | None:
 
 
 def _contrast(category: str | None, pairs: Sequence[Pair], confidence: float, *, is_paired: bool) -> Contrast:
-    sides = [pool_repeats(item for item in side if item) for side in zip(*pairs, strict=True)]
-    base, other = ([(item.num_tokens, item.num_steps) for item in side] for side in sides)
+    base, other = ([(item.num_tokens, item.num_steps) for item in side] for side in pool_pairs(pairs))
     estimate = (paired_difference if is_paired else unpaired_difference)(base, other, confidence)
     fewest = min(len(base), len(other))
     return Contrast(
@@ -226,22 +194,6 @@ def _contrast(category: str | None, pairs: Sequence[Pair], confidence: float, *,
         estimate=estimate,
         reason=no_interval(estimate, fewest, fewest_of_sides(len(base), len(other), is_paired=is_paired)),
     )
-
-
-def correct_p_values(lines: Sequence[Contrast], tolerance: float | None = None) -> list[Contrast]:
-    """Return the lines with p-values, corrected for the number of lines with a test.
-
-    With a tolerance, they also have a p-value of equivalence.
-    """
-    tested = [line.estimate for line in lines if line.estimate is not None]
-    values = iter(holm([item.p_value for item in tested]))
-    within: Iterator[float | None] = repeat(None)
-    if tolerance is not None:
-        within = iter(holm([item.equivalence_p_value(tolerance) for item in tested]))
-    return [
-        line if line.estimate is None else replace(line, p_value=next(values), equivalence_p_value=next(within))
-        for line in lines
-    ]
 
 
 def _pair_up(base: MeasuredResult, other: MeasuredResult) -> list[Pair]:

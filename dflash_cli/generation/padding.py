@@ -1,15 +1,14 @@
-"""Pad prompts to a length with unrelated text in front, so that only the context grows.
+"""Give prompts an exact number of tokens by a change at their front, so that only the context grows.
 
-The filler is entries of a made-up log book, generated sentence by sentence from patterns. It is deterministic, and each
+A short prompt gets unrelated text in front. A long prompt loses text at the front of the user's first message. The
+filler is entries of a made-up log book, generated sentence by sentence from patterns. It is deterministic, and each
 prompt has its own. A longer filler continues a shorter one. Dedicated to the public domain (CC0).
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import count
-from typing import Any
 
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
@@ -50,8 +49,17 @@ RESULTS = (
 )  # fmt: skip
 INTRODUCTION = "From the log book of the station:"
 END = "End of the log book."
-FRAMES = ((f"{INTRODUCTION} ", f"{END}\n\n"), ("", "\n\n"))
-"""Texts before and after the filler, tried in order: the first ones need more tokens than may be missing."""
+FRAMES = (
+    (f"{INTRODUCTION} ", f"{END}\n\n"),
+    (f"{INTRODUCTION} ", f" {END}\n\n"),
+    ("", "\n\n"),
+    ("", "\n"),
+    ("", " "),
+    ("", ""),
+)
+"""Texts before and after the filler, tried in order: the first ones may need more tokens than are missing."""
+NEARBY = 64
+"""Number of characters to both sides of a cut that are tried if the cut does not give the exact number of tokens."""
 SENTENCES_A_PARAGRAPH = 6
 MANY_TOKENS = 64
 """More tokens than any sentence has. A text too long by this many stays too long without one sentence."""
@@ -75,11 +83,11 @@ def count_tokens(row: PromptRow, tokenizer: Tokenizer | None, *, chat: bool) -> 
     return len(Conversation(row).next_prompt(tokenizer, chat=chat))
 
 
-def pad_row(row: PromptRow, num_tokens: int, tokenizer: Tokenizer | None, *, chat: bool) -> PromptRow | None:
-    """Return the row with filler in front, so that its first turn has `num_tokens` tokens.
+def fit_row(row: PromptRow, num_tokens: int, tokenizer: Tokenizer | None, *, chat: bool) -> PromptRow | None:
+    """Return the row with a first turn of exactly `num_tokens` tokens, the chat template's tokens included.
 
-    The filler is cut within a sentence. If no cut gives the exact number, the turn has the closest smaller number.
-    Returns None if the row is already longer.
+    Filler or text of the user is cut within a sentence. Returns None if no cut gives the number, for example because
+    template and system message alone are longer.
 
     Raises:
         UsageError: the row holds token ids, or lacks a user message with text.
@@ -92,39 +100,72 @@ def pad_row(row: PromptRow, num_tokens: int, tokenizer: Tokenizer | None, *, cha
             field="--context-lengths",
             found="prompt_token_ids",
         )
-    missing = num_tokens - count_tokens(row, tokenizer, chat=chat)
-    if missing <= 0:
-        return row if missing == 0 else None
+
+    def missing(changed: PromptRow) -> int:
+        return num_tokens - count_tokens(changed, tokenizer, chat=chat)
+
+    num_missing = missing(row)
+    if num_missing == 0:
+        return row
     assert tokenizer is not None
-    sentences = _draw(filler(row.digest), missing, tokenizer)
-
-    def over(head: str, end: str, text: str) -> int:
-        return count_tokens(_put_in_front(row, head + text + end), tokenizer, chat=chat) - num_tokens
-
-    for start, end in FRAMES:
-        num_kept = len(sentences)
-        while num_kept and (excess := over(start, end, "".join(sentences[:num_kept]))) > 0:
-            num_kept -= max(1, excess // MANY_TOKENS)
-        num_kept = max(0, num_kept)
-        head, rest = start + "".join(sentences[:num_kept]), "".join(sentences[num_kept:])
-        if over(head, end, "") <= 0:
-            return _put_in_front(row, head + _cut(rest, partial(over, head, end)) + end)
-    return row
+    sentences = filler(row.digest)
+    if num_missing < 0:
+        text = _user_text(row)
+        place = _last_place(lambda length: missing(_with_user_text(row, text[len(text) - length :])), 1, len(text))
+        if place is None:
+            return None
+        row = _with_user_text(row, text[len(text) - place :])
+        if missing(row) == 0:
+            return row
+    return _lengthen(row, sentences, missing, tokenizer)
 
 
-def _cut(text: str, over: Callable[[str], int]) -> str:
-    """Return the beginning of a text that fills a prompt best. `over` counts the tokens too many; none for no text."""
-    low, high = 0, 1
-    while high < len(text) and over(text[:high]) <= 0:
-        low, high = high, 2 * high
+def _lengthen(
+    row: PromptRow, sentences: Iterator[str], missing: Callable[[PromptRow], int], tokenizer: Tokenizer
+) -> PromptRow | None:
+    """Return the row with filler before the user's first text, so that no token is missing, or None."""
+    text, drawn = _user_text(row), _draw(sentences, missing(row), tokenizer)
+
+    def framed(start: str, filling: str, end: str) -> PromptRow:
+        return _with_user_text(row, start + filling + end + text)
+
+    def fill(start: str, end: str) -> PromptRow | None:
+        while (short := missing(framed(start, "".join(drawn), end))) > 0:
+            drawn.extend(_draw(sentences, short, tokenizer))
+        num_kept, excess = len(drawn), -short
+        while num_kept > 0 and excess > 0:
+            num_kept = max(0, num_kept - max(1, excess // MANY_TOKENS))
+            excess = -missing(framed(start, "".join(drawn[:num_kept]), end))
+        whole = "".join(drawn)
+        num_whole = len("".join(drawn[:num_kept]))
+        place = _last_place(lambda length: missing(framed(start, whole[:length], end)), num_whole, len(whole))
+        filled = framed(start, whole[: place or 0], end)
+        return filled if missing(filled) == 0 else None
+
+    return next((found for frame in FRAMES if (found := fill(*frame)) is not None), None)
+
+
+def _last_place(missing: Callable[[int], int], low: int, high: int) -> int | None:
+    """Return the number of characters with which no token is missing, or else the fewest are; None if all exceed.
+
+    The number of missing tokens falls with the characters, but for single characters that join or split tokens. So the
+    neighbours of the change of sign are tried, too.
+    """
+    if low > high or missing(low) < 0:
+        return None
+    first, reach = low, 1
+    while first + reach < high and missing(first + reach) > 0:
+        low, reach = first + reach, 2 * reach
+    high = min(high, first + reach)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if over(text[:middle]) <= 0 else (low, middle)
-    return text[:low]
+        low, high = (middle, high) if missing(middle) > 0 else (low, middle)
+    nearby = (high + side * step for step in range(NEARBY) for side in (1, -1))
+    return next((place for place in nearby if place >= first and missing(place) == 0), low)
 
 
 def _draw(sentences: Iterator[str], num_tokens: int, tokenizer: Tokenizer) -> list[str]:
-    """Return one sentence more than `num_tokens` tokens need, counted one by one."""
+    """Return one sentence more than `num_tokens` tokens need, if each sentence is counted alone."""
     drawn: list[str] = []
     while num_tokens > 0:
         drawn.append(next(sentences))
@@ -132,21 +173,32 @@ def _draw(sentences: Iterator[str], num_tokens: int, tokenizer: Tokenizer) -> li
     return [*drawn, next(sentences)]
 
 
-def _put_in_front(row: PromptRow, text: str) -> PromptRow:
-    """Return the row with a text before the user's first text."""
+def _user_text(row: PromptRow) -> str:
+    """Return the user's first text.
+
+    Raises:
+        UsageError: no message of the user has text.
+    """
+    if row.kind == "messages":
+        return str(row.value[_user_place(row)]["content"])
+    return str(row.value if row.kind == "prompt" else row.value[0])
+
+
+def _with_user_text(row: PromptRow, text: str) -> PromptRow:
+    """Return the row with another first text of the user."""
     if row.kind == "prompt":
-        return replace(row, value=text + row.value)
+        return replace(row, value=text)
     if row.kind == "turns":
-        return replace(row, value=[text + row.value[0], *row.value[1:]])
-    return replace(row, value=_put_in_message(row, text))
+        return replace(row, value=[text, *row.value[1:]])
+    place = _user_place(row)
+    messages = [*row.value[:place], {**row.value[place], "content": text}, *row.value[place + 1 :]]
+    return replace(row, value=messages)
 
 
-def _put_in_message(row: PromptRow, text: str) -> Sequence[dict[str, Any]]:
-    messages = list(row.value)
-    for place, message in enumerate(messages):
+def _user_place(row: PromptRow) -> int:
+    for place, message in enumerate(row.value):
         if message["role"] == "user" and isinstance(message["content"], str):
-            messages[place] = {**message, "content": text + message["content"]}
-            return messages
+            return place
     raise UsageError(
         f"{row.where}: --context-lengths needs a user message with text",
         id="padding-needs-text",

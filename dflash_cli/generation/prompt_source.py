@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dflash_cli.generation.prompts import Sample
-from dflash_runtime.documents import HIDDEN
+from dflash_runtime.documents import HIDDEN, NOT_REQUIRED
 from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,10 @@ class PromptSource:
     version: Annotated[str | None, "of a bundled set"] = None
     sha256: Annotated[str | None, "of the file, or of a dataset's files one after the other"] = None
     dataset: DatasetSource | None = None
-    num_too_long: Annotated[int, "prompts left out because they exceed the shortest of --context-lengths"] = 0
+    num_cut: Annotated[
+        int, NOT_REQUIRED, "prompts longer than the shortest of --context-lengths, and cut at the front for this length"
+    ] = 0
+    num_too_long: Annotated[int, "prompts left out because no cut gives them every one of --context-lengths"] = 0
     warning: Notice | None = None
 
     @property
@@ -62,7 +66,8 @@ class PromptSource:
             "head": f"the first {self.num_chosen} {of_all}",
         }
         found = [chosen[self.sample]] if self.sample is not None else []
+        if self.num_cut:
+            found.append(f"{plural(self.num_cut, 'prompt')} cut at the front to the shortest of --context-lengths")
         if self.num_too_long:
-            noun = "prompt" if self.num_too_long == 1 else "prompts"
-            found.append(f"{self.num_too_long} {noun} left out: longer than the shortest of --context-lengths")
+            found.append(f"{plural(self.num_too_long, 'prompt')} left out: no cut gives each of --context-lengths")
         return found

@@ -5,8 +5,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from dflash_cli.acceptance.measured_values import MeasuredValue, measured_values
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
-from dflash_cli.publishing.measured_values import MeasuredValue, measured_values
 from dflash_runtime.documents import to_json
 
 COLUMNS = (

@@ -16,35 +16,32 @@ from dflash_cli.acceptance.acceptance_report import (
     tables,
 )
 from dflash_cli.acceptance.intervals.statistics import Summary
-from dflash_cli.comparing.comparison_report import letter
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
-from dflash_cli.publishing.drawing import COLOURS, MARKS
-from dflash_cli.publishing.figures import find_figures
-from dflash_cli.publishing.svg_figure import draw_svg
+from dflash_cli.figures.drawing import COLOURS
+from dflash_cli.figures.figure import Figure
+from dflash_cli.figures.svg_figure import page_svg
 
 
-def to_html(results: Sequence[StoredEvaluation]) -> str:
-    """Return the page. All texts of the results are escaped."""
+def to_html(results: Sequence[StoredEvaluation], figures: Sequence[Figure]) -> str:
+    """Return the page with some figures. All texts of the results are escaped."""
     folder = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     evaluations = [item.evaluation for item in results]
     return page.get_template("page.html").render(
         title="Acceptance of " + " and ".join(dict.fromkeys(str(item.settings.get("draft")) for item in evaluations)),
         subtitle="Tokens per verify step, in total, by position and by category",
-        results=[_result(place, item) for place, item in enumerate(results)],
+        results=[_result(item) for item in results],
         notes=[item.prompts.warning for item in evaluations[:1] if item.prompts.warning],
         legend=legend(evaluations[0]).replace("\n", "; "),
-        figures=[(figure, draw_svg(figure, number)) for number, figure in enumerate(find_figures(results))],
+        figures=[(figure, page_svg(figure, number)) for number, figure in enumerate(figures)],
         rejected=REJECTED,
         colours=COLOURS,
     )
 
 
-def _result(place: int, stored: StoredEvaluation) -> dict[str, Any]:
+def _result(stored: StoredEvaluation) -> dict[str, Any]:
     evaluation = stored.evaluation
     return {
-        "letter": letter(place),
-        "mark": MARKS[place % len(MARKS)],
         "name": stored.name,
         "length": f"{evaluation.total.counts.acceptance_len:.3f}",
         "interval": _interval_text(evaluation.total),

@@ -12,22 +12,39 @@ from dflash_cli.acceptance.acceptance_report import (
     provenance,
     tables,
 )
-from dflash_cli.comparing.comparison_report import letter
+from dflash_cli.comparing.comparison_report import position_finding, position_table
+from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
 
-COLUMNS = ("", "result", "draft", "prompts", "steps", "acceptance length")
+COLUMNS = ("result", "draft", "prompts", "steps", "acceptance length")
 
 
-def to_markdown(results: Sequence[StoredEvaluation]) -> str:
-    """Return the report of one or several results."""
+def to_markdown(results: Sequence[StoredEvaluation], comparisons: Sequence[Comparison] = ()) -> str:
+    """Return the report of one or several results, and their differences by position."""
     if len(results) == 1:
         return evaluation_to_markdown(results[0].evaluation)
-    rows = [_row(place, item) for place, item in enumerate(results)]
+    rows = [_row(item) for item in results]
     parts = ["\n".join(["# Acceptance of several results", "", *markdown_table(COLUMNS, rows), ""])]
-    parts += [
-        evaluation_to_markdown(item.evaluation, f"{letter(place)}: {item.name}") for place, item in enumerate(results)
-    ]
+    parts += map(_differences, (item for item in comparisons if item.positions))
+    parts += [evaluation_to_markdown(item.evaluation, item.name) for item in results]
     return "\n".join(parts)
+
+
+def _differences(comparison: Comparison) -> str:
+    """Return the section of one result compared with the first."""
+    (_, _, _, *columns), rows = position_table(comparison, 1)
+    names = comparison.base.name, comparison.other.name
+    title = f"## {as_text(f'{names[1]} minus {names[0]}')} by position"
+    return "\n".join(
+        [
+            title,
+            "",
+            as_text(position_finding(comparison)),
+            "",
+            *markdown_table(("position", *names, *columns), rows),
+            "",
+        ]
+    )
 
 
 def evaluation_to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
@@ -53,10 +70,10 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> lis
     return [_table_line(columns), _table_line(["---"] * len(columns)), *map(_table_line, rows)]
 
 
-def _row(place: int, stored: StoredEvaluation) -> list[str]:
+def _row(stored: StoredEvaluation) -> list[str]:
     total = stored.evaluation.total
     numbers = [str(total.num_conversations), str(total.counts.num_drafts)]
-    return [letter(place), stored.name, str(stored.evaluation.settings.get("draft")), *numbers, total.length_text]
+    return [stored.name, str(stored.evaluation.settings.get("draft")), *numbers, total.length_text]
 
 
 def as_text(text: str) -> str:

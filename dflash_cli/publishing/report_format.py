@@ -1,14 +1,22 @@
 """The format of a report, chosen by an option or by the suffix of the file name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
+from dflash_cli.acceptance.acceptance_figures import find_figures
+from dflash_cli.acceptance.acceptance_report import headline
+from dflash_cli.comparing.comparison_figures import difference_figures
+from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation
+from dflash_cli.figures.drawing import COLUMN, Drawing, lay_out, lay_out_sheet
+from dflash_cli.figures.figure import Figure
+from dflash_cli.figures.figure import Name as FigureName
 from dflash_runtime.errors import UsageError
 
-ReportFormat = Literal["html", "png", "md", "csv"]
+ReportFormat = Literal["html", "svg", "pdf", "png", "md", "csv"]
 Results = Sequence[StoredEvaluation]
 
 
@@ -54,26 +62,72 @@ def choose_format(output: Path | None, asked: ReportFormat | None) -> ReportForm
     return found
 
 
-def write_report(results: Results, chosen: ReportFormat) -> bytes:
-    """Return the report in one format. Texts are UTF-8.
+def name_results(results: Results, names: Sequence[str]) -> list[StoredEvaluation]:
+    """Return the results under names of the user's, or of their files. Equal names of files get a number."""
+    given = names or [item.name for item in results]
+    unique: list[str] = []
+    for name in given:
+        number = next(number for number in count(1) if (f"{name} {number}" if number > 1 else name) not in unique)
+        unique.append(f"{name} {number}" if number > 1 else name)
+    return [replace(item, name=name) for item, name in zip(results, unique, strict=True)]
+
+
+def write_report(
+    results: Results, chosen: ReportFormat, name: FigureName | None = None, comparisons: Sequence[Comparison] = ()
+) -> bytes:
+    """Return the report in one format, with all figures or with one. Texts are UTF-8.
+
+    `comparisons` has the further results compared with the first, if they have the same prompts.
 
     Raises:
-        UnsupportedError: a PNG without matplotlib.
+        UnsupportedError: a PNG or PDF without matplotlib.
+        UsageError: the results lack the figure, or the format has tables only.
     """
+    if name is not None and chosen in ("md", "csv"):
+        raise UsageError(field="--figure", found=name, expected=f"no figure: {chosen} has tables only")
+    figures = [*find_figures({item.name: item.evaluation for item in results}), *difference_figures(comparisons)]
+    if name is not None:
+        figures = [_find(figures, name)]
     match chosen:
         case "html":
             from dflash_cli.publishing.html_report import to_html
 
-            return to_html(results).encode()
-        case "png":
-            from dflash_cli.publishing.png_report import to_png
+            return to_html(results, figures).encode()
+        case "svg":
+            from dflash_cli.figures.svg_figure import to_svg
 
-            return to_png(results)
+            return to_svg(_draw(results, figures, name), ", ".join(item.title for item in figures)).encode()
+        case "png" | "pdf":
+            from dflash_cli.figures.painted_figure import paint
+
+            return paint(_draw(results, figures, name), chosen)
         case "md":
             from dflash_cli.publishing.markdown_report import to_markdown
 
-            return to_markdown(results).encode()
+            return to_markdown(results, comparisons).encode()
         case "csv":
             from dflash_cli.publishing.csv_report import to_csv
 
             return to_csv(results).encode()
+
+
+def _find(figures: Sequence[Figure], name: FigureName) -> Figure:
+    found = next((figure for figure in figures if figure.name == name), None)
+    if found is None:
+        known = ", ".join(figure.name for figure in figures)
+        raise UsageError(
+            id="no-such-figure",
+            field="--figure",
+            found=name,
+            expected=f"a figure of these results: {known}",
+            hint="context needs a run with two or more --context-lengths, categories needs prompts with categories, "
+            "differences needs two or more results of the same prompts",
+        )
+    return found
+
+
+def _draw(results: Results, figures: Sequence[Figure], name: FigureName | None) -> Drawing:
+    """Return one figure as wide as a column of a paper, or a sheet with all figures below the headlines."""
+    if name is not None:
+        return lay_out(figures[0], COLUMN)
+    return lay_out_sheet(figures, [f"{item.name}: {headline(item.evaluation)}" for item in results])

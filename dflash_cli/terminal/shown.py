@@ -1,10 +1,13 @@
-"""Results with a short `repr` in Python and tables in a notebook."""
+"""Results with a short `repr` in Python, and with tables and figures in a notebook."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_cli.terminal.console import safe_line
+
+if TYPE_CHECKING:
+    from dflash_cli.figures.figure import Figure
 
 MAX_ROWS = 12
 """The rows of a table that `repr` shows."""
@@ -38,6 +41,10 @@ class Shown:
         """The tables of the result: title -> columns and rows."""
         return {}
 
+    def shown_figures(self) -> "Sequence[Figure]":
+        """The figures of the result, the most important one first."""
+        return ()
+
     def __repr__(self) -> str:
         blocks = ["\n".join(map(safe_line, self.summary()))]
         for title, (columns, rows) in list(self.shown_tables().items())[:1]:
@@ -51,7 +58,18 @@ class Shown:
             body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
             caption = f"<caption>{escape(title)}</caption>" if title else ""
             parts.append(f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
-        return "".join(parts)
+        return "".join([*parts, *(f"<figure>{drawing}</figure>" for drawing in self._drawings())])
+
+    def _repr_svg_(self) -> str | None:
+        return next(iter(self._drawings()), None)
+
+    def _drawings(self) -> "Iterator[str]":
+        """Yield each figure as SVG with colours of its own, so that a notebook needs no style."""
+        from dflash_cli.figures.drawing import lay_out
+        from dflash_cli.figures.svg_figure import to_svg
+
+        for figure in self.shown_figures():
+            yield to_svg(lay_out(figure), figure.title)
 
 
 def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

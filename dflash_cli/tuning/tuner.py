@@ -11,8 +11,9 @@ from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.journal import check_journal
 from dflash_cli.acceptance.measure import EvaluationPlan
+from dflash_cli.comparing.contrasts import Contrast, correct_p_values
 from dflash_cli.comparing.measured_result import MeasuredResult
-from dflash_cli.comparing.result_comparison import Contrast, compare_results, correct_p_values
+from dflash_cli.comparing.result_comparison import compare_results
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.terminal.shown import Shown

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from dflash_cli.acceptance.intervals.statistics import Interval, Summary, value_text
 from dflash_cli.comparing.comparison_report import contrast_cells
-from dflash_cli.comparing.result_comparison import Contrast
+from dflash_cli.comparing.contrasts import Contrast
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun
 from dflash_cli.terminal.shown import Table

@@ -10,26 +10,31 @@ Intervals of differences should cover the truth in 93 to 97 of 100 replications 
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
+from dflash_cli.acceptance.context_curve import compared_pairs, falling
 from dflash_cli.acceptance.intervals.acceptance_difference import (
     MIN_DIFFERING,
     MIN_UNEVEN,
     AcceptanceDifference,
+    holm,
     paired_moments,
     unpaired_moments,
 )
+from dflash_cli.acceptance.intervals.enough_prompts import MIN_FOR_INTERVAL
 from dflash_cli.acceptance.intervals.resampling import tail_widths
+from dflash_cli.comparing.position_contrasts import few_differ
 from dflash_cli.tuning.round_intervals import half_width
 from interval_coverage import (
     CONFIDENCE,
     WORLDS,
     Floats,
     Generator,
+    K,
     World,
     as_units,
     draw_counts,
@@ -51,16 +56,16 @@ ROUND_NOISE = 0.05
 """Spread of the logarithm of a step time between rounds."""
 
 
-def draw_sides(world: World, rng: Generator, shape: tuple[int, int]) -> list[Floats]:
-    """Tokens and steps `[replications, prompts, 2]` of two equally good drafts on the same prompts and lengths."""
+def draw_sides(world: World, rng: Generator, shape: tuple[int, int], num_sides: int = 2) -> list[Floats]:
+    """Counts of acceptance lengths `[replications, prompts, K + 1]` of equally good drafts on the same prompts."""
     chance, median = world.draw(rng, shape)
     spread = np.exp(world.sigma * rng.normal(size=shape)) if world.sigma else math.inf
     length = np.clip(median * spread, 2, world.longest)
     sides = []
-    for _ in range(2):
+    for _ in range(num_sides):
         moved = np.clip(chance + LUCK * rng.normal(size=shape), 0.02, 0.97)
         fixed = replace(world, draw=partial(_fixed, moved, length), sigma=1e-9)
-        sides.append(as_units(draw_counts(fixed, rng, shape, 1))[:, 0])
+        sides.append(draw_counts(fixed, rng, shape, 1))
     return sides
 
 
@@ -68,7 +73,9 @@ def _fixed(chance: Floats, length: Floats, *_: object) -> tuple[Floats, Floats]:
     return chance, length
 
 
-def differences(base: Floats, other: Floats, *, is_paired: bool) -> Iterator[AcceptanceDifference]:
+def differences(
+    base: Floats, other: Floats, *, is_paired: bool, confidence: float = CONFIDENCE
+) -> Iterator[AcceptanceDifference]:
     """Yield the difference in each replication, as `dflash compare` computes it.
 
     Degrees of freedom have three digits here, so that quantiles are computed once.
@@ -82,7 +89,7 @@ def differences(base: Floats, other: Floats, *, is_paired: bool) -> Iterator[Acc
     rows = (first[:, 0] / first[:, 1], second[:, 0] / second[:, 1], error, freedom, num_differing)
     for was, now, spread, free, count in zip(*(row.tolist() for row in rows), strict=True):
         yield AcceptanceDifference(
-            base=was, other=now, error=spread, freedom=float(f"{free:.3g}"), confidence=CONFIDENCE,
+            base=was, other=now, error=spread, freedom=float(f"{free:.3g}"), confidence=confidence,
             num_prompts=num_prompts, num_differing=count, is_paired=is_paired,
         )  # fmt: skip
 
@@ -92,9 +99,12 @@ def is_called_different(item: AcceptanceDifference) -> bool:
     return abs(item.value) > item.half_width and item.num_differing >= MIN_DIFFERING
 
 
-def covers(found: Sequence[AcceptanceDifference], truth: float) -> float:
+def covers(
+    found: Sequence[AcceptanceDifference], truth: float, is_shown: Callable[[AcceptanceDifference], bool] = bool
+) -> float:
     """Percent of the printed intervals that contain the truth; NaN if fewer than 1 in 20 is printed."""
-    printed = [item.interval.low <= truth <= item.interval.high for item in found if item.interval is not None]
+    intervals = (item.interval for item in found if is_shown(item))
+    printed = [interval.low <= truth <= interval.high for interval in intervals if interval is not None]
     return 100 * float(np.mean(printed)) if len(printed) >= len(found) / 20 else math.nan
 
 
@@ -103,12 +113,50 @@ def false_differences(world: World, count: int, replications: int, kind: str) ->
     rng, found = np.random.default_rng(count), list[AcceptanceDifference]()
     for part in parts_of(replications):
         if kind == "paired":
-            base, other = draw_sides(world, rng, (part, count))
+            base, other = (as_units(side)[:, 0] for side in draw_sides(world, rng, (part, count)))
         else:
             sizes = (count, count if kind == "unpaired" else 4 * count)
             base, other = (as_units(draw_counts(world, rng, (part, size), 1))[:, 0] for size in sizes)
         found += differences(base, other, is_paired=kind == "paired")
     return 100 * float(np.mean(list(map(is_called_different, found)))), covers(found, 0)
+
+
+def as_position(counts: Floats, position: int) -> Floats:
+    """Tokens and steps `[replications, prompts, 2]` if only this draft position is drafted."""
+    steps = counts.sum(axis=-1)
+    return np.stack([steps + counts[..., position:].sum(axis=-1), steps], axis=-1).astype(np.float64)
+
+
+def false_positions(world: World, count: int, replications: int, *, is_paired: bool = True) -> tuple[float, ...]:
+    """Percent of replications in which any position of two equally good drafts differs, and coverage by position.
+
+    As `dflash compare`: p-values are corrected over positions. Coverage is lowest and highest over the positions that
+    have an interval in 1 of 20 replications.
+    """
+    rng, found = np.random.default_rng(count), [list[AcceptanceDifference]() for _ in range(K)]
+    for part in parts_of(replications):
+        if is_paired:
+            sides = draw_sides(world, rng, (part, count))
+        else:
+            sides = [draw_counts(world, rng, (part, count), 1) for _ in range(2)]
+        for place, items in enumerate(found):
+            items += differences(*(as_position(side, place + 1) for side in sides), is_paired=is_paired)
+    called = [min(holm([item.p_value for item in row])) < 1 - CONFIDENCE for row in zip(*found, strict=True)]
+    covered = (covers(items, 0, lambda item: few_differ(item) is None) for items in found)
+    printed = [share for share in covered if not math.isnan(share)] or [math.nan]
+    return 100 * float(np.mean(called)), min(printed), max(printed)
+
+
+def false_falls(world: World, count: int, replications: int, num_lengths: int) -> float:
+    """Percent of replications that name a fall, if a draft is equally good at every context length."""
+    rng, found = np.random.default_rng(count + num_lengths), list[bool]()
+    pairs = compared_pairs(range(num_lengths))
+    level = 1 - (1 - CONFIDENCE) / len(pairs)
+    for part in parts_of(replications):
+        sides = [as_units(side)[:, 0] for side in draw_sides(world, rng, (part, count), num_lengths)]
+        rows = (differences(sides[one], sides[two], is_paired=True, confidence=level) for one, two in pairs)
+        found += [any(falling(item) is not None for item in row) for row in zip(*rows, strict=True)]
+    return 100 * float(np.mean(found))
 
 
 def draw_fall(rng: Generator, shape: tuple[int, int], noise: float) -> tuple[Floats, Floats]:
@@ -189,6 +237,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             missing = [(math.nan, math.nan)] * (len(PROMPTS) - len(counts))
             rates = [false_differences(WORLDS[name], count, options.replications, kind) for count in counts]
             print_rates([name, kind], ("called different", "interval covers"), [*missing, *rates])
+    print()
+    print_head(["equally good drafts, by position", "samples", "rate", *(f"{count} prompts" for count in PROMPTS)])
+    for name in options.worlds:
+        for kind in ("paired", "unpaired"):
+            of_positions = [
+                false_positions(WORLDS[name], count, options.replications, is_paired=kind == "paired")
+                for count in PROMPTS
+            ]
+            titles = ("any position called different", "lowest coverage", "highest coverage")
+            print_rates([name, kind], titles, of_positions)
+    print()
+    counts = [count for count in PROMPTS if count >= MIN_FOR_INTERVAL]
+    print_head(["falls with the context, though equally good", "lengths", *(f"{count} prompts" for count in counts)])
+    for name in options.worlds:
+        for number in (2, 3, 5):
+            shares = (false_falls(WORLDS[name], count, options.replications, number) for count in counts)
+            print_row([name, number, *(f"{share:.1f}" for share in shares)])
     print()
     for title, of_world, label in (
         ("fall on 5% of prompts", false_passes, "passes the gate"),

@@ -101,8 +101,10 @@ def test_decay_with_context_is_found() -> None:
 def test_short_texts_have_no_far_steps() -> None:
     """A far context has doubled and grown by 256 tokens. Prompts of later turns count as context."""
     counts = count_turns([TurnSteps(10, [4] * 60, [4] * 60)])
+    assert counts.pop("histogram") == (0, 0, 0, 60)
     assert counts == {"num_tokens": 240, "num_steps": 60, "num_far_tokens": 0, "num_far_steps": 0}
     counts = count_turns([TurnSteps(300, [5, 5], [5, 5]), TurnSteps(598, [2, 3, 4], [2, 3, 1])])
+    assert counts.pop("histogram") == (0, 1, 1, 1, 2)
     assert counts == {"num_tokens": 19, "num_steps": 5, "num_far_tokens": 7, "num_far_steps": 2}
 
 

@@ -44,9 +44,8 @@ def document(name: str, *, gain: float = 0.0, count: int = 36, **settings: Any) 
 def complete(whole: dict[str, Any], name: str, rows: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
     """The document of these rows, with the totals that they add up to: steps of two neighbouring lengths."""
     tokens, steps = (sum(row[field] for row in rows) for field in ("num_tokens", "num_steps"))
-    low, more = divmod(tokens, steps)
-    histogram = [0] * 8
-    histogram[low - 1 : low + 1] = [steps - more, more]
+    rows = [row | {"histogram": two_lengths(row["num_tokens"], row["num_steps"])} for row in rows]
+    histogram = [sum(column) for column in zip(*(row["histogram"] for row in rows), strict=True)]
     found: dict[str, Any] = whole | {
         "schema_version": 1,
         "kind": "eval-acceptance",
@@ -71,6 +70,14 @@ def complete(whole: dict[str, Any], name: str, rows: list[dict[str, Any]], setti
         "measured": whole["measured"] | {"draft": whole["measured"]["draft"] | {"name": name}, "date": name},
     }
     return found
+
+
+def two_lengths(tokens: int, steps: int) -> list[int]:
+    """The histogram of steps of two neighbouring lengths."""
+    low, more = divmod(tokens, steps)
+    found = [0] * 9
+    found[low - 1 : low + 1] = [steps - more, more]
+    return found[:8]
 
 
 def write(folder: Path, name: str, content: dict[str, Any]) -> str:

@@ -147,18 +147,21 @@ def test_a_gate_holds_under_every_condition(other: Path, prompts: Path) -> None:
     assert str(done.field).startswith("thinking on: ")
 
 
-def test_contexts_are_filled_up_and_prompts_that_are_longer_are_left_out(tmp_path: Path) -> None:
+def test_contexts_have_exactly_the_length_that_was_asked_for(tmp_path: Path) -> None:
     prompts = tmp_path / "rows.jsonl"
     texts = ["def f(x):", "x = 1\n" * 80, "import os\n"]  # the second has more than 256 tokens and fewer than 512
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     found = document("--prompts", prompts, "-n", "4", "--context-lengths", "256,512")
     short, long = found["conditions"]
-    assert (short["context_len"], long["context_len"], found["prompts"]["num_too_long"]) == (256, 512, 1)
-    assert (short["num_conversations"], long["num_conversations"]) == (2, 2)
-    assert 190 <= short["prompt_len"] <= 256
-    assert 440 <= long["prompt_len"] <= 512
+    assert [short["context_len"], long["context_len"]] == [short["prompt_len"], long["prompt_len"]] == [256, 512]
+    assert (found["prompts"]["num_cut"], found["prompts"]["num_too_long"]) == (1, 0)
+    assert (short["num_conversations"], long["num_conversations"]) == (3, 3)
+    assert found["context"]["falls"] == []
+    assert found["context"]["no_test"].startswith("3 distinct prompts"), "three prompts show no fall"
+    assert [mark["num_tokens"] for mark in found["context"]["marks"]] == [2048]
     done = run("--prompts", prompts, "-n", "4", "--context-lengths", "256")
-    assert "\n1 prompt left " in done.out
+    assert "\n1 prompt cut " in done.out
+    assert "2,048 the draft's positions" in done.out
 
 
 def test_a_context_that_the_pair_does_not_read_is_counted_and_reported(tmp_path: Path) -> None:
@@ -182,7 +185,7 @@ def test_a_context_that_the_pair_does_not_read_is_counted_and_reported(tmp_path:
         (["--thinking", "on,off", "--chat"], "thinking-ignored", "--thinking"),
         (["--thinking", "on,"], "usage-error", "--thinking"),
         (["--context-lengths", "1x"], "usage-error", "--context-lengths"),
-        (["--context-lengths", "3"], "prompts-too-long", "--context-lengths"),
+        (["--context-lengths", "2", "--chat"], "prompts-too-long", "--context-lengths"),
         (["--exact-match", "both"], "no-reference-numbers", "--exact-match"),
         (["--dataset", "gsm8k"], "two-prompt-sources", None),
     ],

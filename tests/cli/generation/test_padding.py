@@ -1,4 +1,4 @@
-"""Prompts padded to a length: deterministic, without repetition, with the question at the end."""
+"""Prompts of an exact length: deterministic, without repetition, with the question at the end."""
 
 from itertools import islice
 from typing import Any
@@ -6,14 +6,11 @@ from typing import Any
 import pytest
 
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_cli.generation.padding import count_tokens, filler, pad_row
+from dflash_cli.generation.padding import count_tokens, filler, fit_row
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_runtime.errors import UsageError
 from dflash_testing.refusals import refuses
-
-MOST_MISSING = 2
-"""One more letter of filler may be several tokens, so the exact number is not always reached."""
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +42,13 @@ def test_no_sentence_comes_twice_and_a_seed_is_a_text() -> None:
 @pytest.mark.parametrize("length", [60, 128, 300, 1024, 4096])
 def test_a_prompt_gets_the_length_that_was_asked_for(name: str, length: int, tokenizer: Tokenizer) -> None:
     row = make_row(*ROWS[name])
-    padded = pad_row(row, length, tokenizer, chat=True)
+    padded = fit_row(row, length, tokenizer, chat=True)
     assert padded is not None
-    assert length - MOST_MISSING <= count_tokens(padded, tokenizer, chat=True) <= length
+    assert count_tokens(padded, tokenizer, chat=True) == length
 
 
 def test_the_question_stays_last_and_the_rest_as_it_was(tokenizer: Tokenizer) -> None:
-    prompt, turns, messages = (pad_row(make_row(*ROWS[name]), 500, tokenizer, chat=True) for name in ROWS)
+    prompt, turns, messages = (fit_row(make_row(*ROWS[name]), 500, tokenizer, chat=True) for name in ROWS)
     assert prompt is not None
     assert turns is not None
     assert messages is not None
@@ -64,18 +61,50 @@ def test_the_question_stays_last_and_the_rest_as_it_was(tokenizer: Tokenizer) ->
 
 def test_a_longer_filler_goes_on_where_a_shorter_one_ends(tokenizer: Tokenizer) -> None:
     row = make_row(*ROWS["prompt"])
-    short, long = (pad_row(row, length, tokenizer, chat=False) for length in (400, 900))
+    short, long = (fit_row(row, length, tokenizer, chat=False) for length in (400, 900))
     assert short is not None
     assert long is not None
     assert long.value.startswith(short.value.partition("End of the log book.")[0])
 
 
-def test_a_prompt_that_is_longer_already_is_left_out(tokenizer: Tokenizer) -> None:
-    assert pad_row(make_row("prompt", "word " * 500), 100, tokenizer, chat=False) is None
+@pytest.mark.parametrize("missing", [*range(1, 40), 61, 127])
+def test_every_small_number_of_missing_tokens_is_reached(missing: int, tokenizer: Tokenizer) -> None:
+    """Even one token, which no frame around the filler leaves room for."""
+    row = make_row(*ROWS["prompt"])
+    length = count_tokens(row, tokenizer, chat=False) + missing
+    padded = fit_row(row, length, tokenizer, chat=False)
+    assert padded is not None
+    assert count_tokens(padded, tokenizer, chat=False) == length
+    assert padded.value.endswith("What is a fjord?")
+
+
+@pytest.mark.parametrize("text", ["word " * 500, "峡湾是被海水淹没的冰川谷。" * 60, "naïve café " * 90])
+@pytest.mark.parametrize("length", [7, 50, 128])
+def test_a_longer_prompt_keeps_its_end(text: str, length: int, tokenizer: Tokenizer) -> None:
+    """A Chinese character is several tokens here, so a cut alone rarely gives the number."""
+    row = make_row("prompt", f"{text} What is a fjord?")
+    cut = fit_row(row, length, tokenizer, chat=False)
+    assert cut is not None
+    assert count_tokens(cut, tokenizer, chat=False) == length
+    assert cut.value.endswith("fjord?")
+
+
+def test_a_cut_keeps_the_system_message(tokenizer: Tokenizer) -> None:
+    kind, (system, _) = ROWS["messages"]
+    row = make_row(kind, [system, {"role": "user", "content": "word " * 500 + "What is it?"}])
+    cut = fit_row(row, 100, tokenizer, chat=True)
+    assert cut is not None
+    assert cut.value[0] == system
+    assert cut.value[1]["content"].endswith("word What is it?")
+    assert count_tokens(cut, tokenizer, chat=True) == 100
+
+
+def test_a_prompt_whose_template_is_longer_is_left_out(tokenizer: Tokenizer) -> None:
+    assert fit_row(make_row(*ROWS["messages"]), 2, tokenizer, chat=True) is None
 
 
 def test_a_prompt_without_text_of_the_user_is_refused(tokenizer: Tokenizer) -> None:
     with refuses(UsageError, "padding-needs-text", field="--context-lengths", found="prompt_token_ids"):
-        pad_row(make_row("prompt_token_ids", [1, 2]), 100, tokenizer, chat=False)
+        fit_row(make_row("prompt_token_ids", [1, 2]), 100, tokenizer, chat=False)
     with refuses(UsageError, "padding-needs-text", field="--context-lengths", found="messages"):
-        pad_row(make_row("messages", [{"role": "system", "content": "x"}]), 300, tokenizer, chat=False)
+        fit_row(make_row("messages", [{"role": "system", "content": "x"}]), 300, tokenizer, chat=False)

@@ -1,6 +1,7 @@
 """Reports: complete in each format, with escaped texts, and written completely or not at all."""
 
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -10,16 +11,21 @@ import sys
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Literal
 from xml.etree import ElementTree
 
 import pytest
 
+from dflash_cli.acceptance.acceptance_figures import find_figures
 from dflash_cli.acceptance.acceptance_report import command_line, headline, tables
+from dflash_cli.acceptance.condition_results import ConditionResult
+from dflash_cli.acceptance.context_curve import ContextCurve
 from dflash_cli.comparing.stored_evaluation import read_evaluations
+from dflash_cli.figures.drawing import COLUMN, LETTER, PAGE, Label, lay_out
+from dflash_cli.generation.conditions import Condition
+from dflash_cli.generation.context_marks import ContextMark
 from dflash_cli.publishing.csv_report import COLUMNS
-from dflash_cli.publishing.drawing import NAME_LENGTH
-from dflash_cli.publishing.figures import find_figures
-from dflash_cli.publishing.report_format import choose_format, write_report
+from dflash_cli.publishing.report_format import choose_format, name_results, write_report
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.evaluations import HOSTILE, drawn_evaluation, write_evaluation
@@ -102,7 +108,9 @@ def test_labels_fit_their_drawing_at_every_width_of_the_page(files: Path) -> Non
     ends = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end">', page)
     room = max(map(float, ends))
     assert sizes
-    assert max(sizes) * 0.58 * NAME_LENGTH <= room, "0.58 is the mean width of letters, as a share of the font size"
+    assert max(sizes) * 0.58 * PAGE.name_length <= room, (
+        "0.58 is the mean width of letters, as a share of the font size"
+    )
     assert "overflow-x: auto" in page.partition("@media (max-width")[2].partition("@media")[0], "a narrow page scrolls"
 
 
@@ -121,17 +129,17 @@ def test_a_page_has_results_tables_and_provenance(files: Path) -> None:
 
 def test_bands_show_the_intervals(files: Path) -> None:
     stored = read_evaluations([Path("a.json"), Path("b.json")])
-    figures = find_figures(stored)
+    figures = find_figures({item.name: item.evaluation for item in stored})
     by_position, by_condition = figures[:2]
     first, second = by_position.series
-    assert [point is not None and point.interval is not None for point in first.points] == [True] * 4
+    assert [point is not None and point.ends is not None for point in first.points] == [True] * 4
     assert second.points[3] is None, "its blocks are shorter"
-    assert all(point is not None and point.interval is None for point in second.points[:3])
+    assert all(point is not None and point.ends is None for point in second.points[:3])
     conditional = by_condition.series[0].points
     assert conditional[0] is not None
-    assert conditional[0].interval == first.points[0].interval if first.points[0] else False
+    assert conditional[0].ends == first.points[0].ends if first.points[0] else False
     assert [figure.columns for figure in figures] == [
-        [name, "A", "B"] for name in ("position", "position", "tokens", "category")
+        [name, "a", "b"] for name in ("draft position", "draft position", "tokens committed by a step", "category")
     ]
     page = written("a.json", "b.json", "-o", "report.html")
     assert page.count('class="band s0"') == 2
@@ -178,16 +186,16 @@ def test_markdown_of_several_results_has_the_report_of_each(files: Path) -> None
     both = written("a.json", "b.json", "-o", "report.md")
     assert both.startswith("# Acceptance of several results\n")
     assert one.partition("\n")[2] in both
-    assert "# B: b\n" in both
+    assert "\n# b\n" in both
 
 
 def test_the_format_comes_from_the_option_or_the_suffix(files: Path) -> None:
     assert written("a.json", "-o", "report.txt", "--format", "csv").startswith("result,")
     assert support.run_main("report", "a.json", "--format", "csv").out.startswith("result,")
-    wrong = support.run_main("report", "a.json", "-o", "report.pdf")
+    wrong = support.run_main("report", "a.json", "-o", "report.gif")
     assert (wrong.code, wrong.out) == (2, "")
-    with refuses(UsageError, "unknown-suffix", path="report.pdf", field="suffix", found=".pdf"):
-        choose_format(Path("report.pdf"), None)
+    with refuses(UsageError, "unknown-suffix", path="report.gif", field="suffix", found=".gif"):
+        choose_format(Path("report.gif"), None)
     document = json.loads(support.run_main("report", "a.json", "-o", "r.md", "--json").out)
     assert (document["kind"], document["format"], document["output"]) == ("report", "md", "r.md")
 
@@ -202,23 +210,103 @@ def test_an_existing_report_is_not_replaced_and_a_failed_run_writes_nothing(file
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_png_without_matplotlib_is_refused_with_a_hint(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["png", "pdf"])
+def test_a_picture_without_matplotlib_is_refused_with_a_hint(
+    form: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    done = support.run_main("report", "a.json", "-o", "report.png")
+    done = support.run_main("report", "a.json", "-o", f"report.{form}")
     assert (done.code, done.error_id, done.field) == (5, "no-matplotlib", "--format")
     assert done.error is not None
     assert "dflash-cli[plot]" in str(done.error.hint)
     assert len(done.err.splitlines()) == 2, "one line for the error, one for the hint"
     with refuses(UnsupportedError, "no-matplotlib"):
         write_report(read_evaluations([Path("a.json")]), "png")
-    assert not Path("report.png").exists()
+    assert not Path(f"report.{form}").exists()
+    assert support.run_main("report", "a.json", "-o", "report.svg").code == 0, "an SVG needs no library"
 
 
-def test_a_png_is_the_same_each_time(files: Path) -> None:
+@pytest.mark.parametrize("form", ["svg", "png", "pdf"])
+def test_a_picture_is_the_same_each_time(form: Literal["svg", "png", "pdf"], files: Path) -> None:
     pytest.importorskip("matplotlib")
-    first, again = (write_report(read_evaluations([Path("a.json"), Path("b.json")]), "png") for _ in range(2))
-    assert first.startswith(b"\x89PNG")
+    stored = read_evaluations([Path("a.json"), Path("b.json")])
+    first, again = (write_report(stored, form) for _ in range(2))
+    assert first.startswith({"svg": b"<svg", "png": b"\x89PNG", "pdf": b"%PDF"}[form])
     assert first == again
+
+
+def test_one_figure_has_the_width_of_a_column_and_the_names_of_the_user(files: Path) -> None:
+    text = written("a.json", "b.json", "--figure", "positions", "--name", "DFlash,EAGLE-3", "-o", "figure.svg")
+    whole = ElementTree.fromstring(text)
+    assert whole.get("width") == "3.330in"
+    texts = [item.text for item in whole if item.tag.endswith("text")]
+    assert {"DFlash", "EAGLE-3", "draft position", "share of verify steps"} <= set(texts)
+    page = written("a.json", "b.json", "--figure", "histogram", "--name", "DFlash,EAGLE-3", "-o", "report.html")
+    assert page.count("<svg") == 1
+    assert "<h2>EAGLE-3</h2>" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "id", "field"),
+    [
+        (["--figure", "context"], "no-such-figure", "--figure"),
+        (["--figure", "differences"], "no-such-figure", "--figure"),
+        (["--figure", "positions", "--format", "csv"], "usage-error", "--figure"),
+        (["--name", "one"], "usage-error", "--name"),
+        (["--name", "one,one"], "usage-error", "--name"),
+    ],
+)
+def test_figures_and_names_that_do_not_fit_are_refused(options: list[str], id: str, field: str, files: Path) -> None:
+    done = support.run_main("report", "a.json", "b.json", "-o", "report.svg", *options)
+    assert (done.code, done.error_id, done.field) == (2, id, field)
+    assert not Path("report.svg").exists()
+
+
+def test_files_of_one_name_stay_apart(files: Path) -> None:
+    stored = read_evaluations([Path("a.json"), Path("a.json"), Path("b.json")])
+    assert [item.name for item in name_results(stored, ())] == ["a", "a 2", "b"]
+
+
+def test_results_of_the_same_prompts_are_compared_by_position(files: Path) -> None:
+    write_evaluation(files / "c.json", drawn_evaluation(0.5))
+    both = written("a.json", "c.json", "-o", "report.md")
+    assert "## c minus a by position\n\nlower at 1 to 4" in both
+    page = written("a.json", "c.json", "-o", "report.html")
+    assert "<h3>Difference by position</h3>" in page
+    assert "c: lower at 1 to 4" in page
+    texts = {
+        item.text
+        for item in ElementTree.fromstring(written("a.json", "c.json", "--figure", "differences", "-o", "d.svg"))
+    }
+    assert "difference of shares" in texts
+    assert "by position" not in written("a.json", "b.json", "-o", "other.md").partition("\n# a\n")[0], "other prompts"
+
+
+def test_context_lengths_have_a_figure_with_the_lengths_that_the_draft_names(files: Path) -> None:
+    evaluation = drawn_evaluation(0.6)
+    results = tuple(
+        ConditionResult(
+            condition=Condition(context_len=size), summary=drawn_evaluation(chance).total, prompt_len=size, num_failed=0
+        )
+        for size, chance in ((1024, 0.7), (4096, 0.7), (16384, 0.3))
+    )
+    window = ContextMark(kind="window", num_tokens=8192, source="sliding_window of 5 of 5 layers")
+    curve = ContextCurve(marks=(window,))
+    write_evaluation(files / "c.json", dataclasses.replace(evaluation, conditions=results, context=curve))
+    (found,) = [
+        item for item in find_figures({"c": read_evaluations([Path("c.json")])[0].evaluation}) if item.name == "context"
+    ]
+    assert found.labels == ("1,024", "4,096", "16,384")
+    assert [point is not None and point.ends is not None for point in found.series[0].points] == [True] * 3
+    for figure in [*find_figures({"c": evaluation}), found]:
+        drawing = lay_out(figure, COLUMN)
+        for item in drawing.shapes:
+            if isinstance(item, Label) and item.is_turned:
+                assert LETTER * COLUMN.text * len(item.text) <= 2 * min(item.y, drawing.height - item.y), item.text
+    (mark,) = found.marks
+    assert (round(mark.place, 6), mark.name) == (1.5, "window 8,192")
+    assert ">window 8,192<" in written("c.json", "--figure", "context", "-o", "context.svg")
+    assert "no fall with the context was measured" in written("c.json", "-o", "context.md")
 
 
 CHROMIUM = next(
@@ -245,7 +333,7 @@ def test_a_browser_draws_the_page_in_light_and_dark(scheme: str, setting: int, f
         check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     pixels = first_pixels(files / "shot.png")
-    assert pixels[0] == {"light": (0x1F, 0x66, 0xC1), "dark": (0x74, 0xB0, 0xF4)}[scheme]
+    assert pixels[0] == {"light": (0x2E, 0x8A, 0xE6), "dark": (0xB2, 0xC6, 0xFF)}[scheme]
     assert pixels[-1] == {"light": (0xFB, 0xFB, 0xFA), "dark": (0x14, 0x17, 0x1A)}[scheme]
 
 

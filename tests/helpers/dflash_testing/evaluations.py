@@ -72,6 +72,7 @@ def drawn_evaluation(chance: float = 0.6, *, count: int = 128, num_drafted: int 
                 category=CATEGORIES[item.index % 2],
                 num_tokens=sum(item.acceptance_lengths),
                 num_steps=len(item.acceptance_lengths),
+                histogram=tuple(map(item.acceptance_lengths.count, range(1, num_drafted + 2))),
             )
             for item in outputs
         ),
