@@ -93,7 +93,9 @@ class Evaluation(Shown):
     @property
     @computed_key
     def shapes(self) -> list[CurveShape]:
-        """Shapes of the acceptance curve that point to a fault."""
+        """Shapes of the acceptance curve that point to a fault of a draft model."""
+        if "drafting" in self.settings:
+            return []
         first = self.conditions[0].condition.name if self.conditions else None
         conversations = [item for item in self.conversations if item.condition == first]
         return find_shapes(self.base.counts, conversations, self.settings)
@@ -121,6 +123,8 @@ def headline(evaluation: Evaluation) -> str:
         parts.append(f"capped: of {block - 1} drafted tokens {num_verified} were verified")
     if evaluation.failed:
         parts.append(f"{evaluation.num_failed} of {evaluation.num_prompts} prompts not measured")
+    if (lookup := evaluation.settings.get("drafting")) is not None:
+        parts.append(f"drafted by {lookup} without a draft model")
     if evaluation.prompts.is_named:
         parts.append(f"on {evaluation.prompts.name}")
     if len(evaluation.conditions) > 1:

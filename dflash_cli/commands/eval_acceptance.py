@@ -24,7 +24,7 @@ from dflash_cli.terminal.options import (
     refuse_beside,
 )
 from dflash_cli.terminal.requests import ENGINE, OUTPUT, Option, verb
-from dflash_cli.terminal.sampling_options import BlockOptions
+from dflash_cli.terminal.sampling_options import BlockOptions, LookupOptions
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 
@@ -53,6 +53,7 @@ class EvaluationRequest(
     TensorParallelOptions,
     EngineOptions,
     BlockOptions,
+    LookupOptions,
     ResumableOptions,
     ConditionOptions,
     ReadingOptions,
@@ -188,6 +189,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
     config = request.engine_config(
         num_draft_tokens=request.num_speculative_tokens,
         draft_sampling=request.draft_sampling,
+        drafting=request.drafting,
         max_num_requests=request.concurrency,
         tensor_parallel_size=request.tensor_parallel,
     )
@@ -200,7 +202,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
 
         check_workers(request.workers, config)
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
-    announce_loading(request.draft, request.target, device=config.device)
+    announce_loading(request.draft, request.target, plain=config.is_lookup, device=config.device)
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.checkpoints.opening import Overrides

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Contrast, compare_results, correct_p_values
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.terminal.sampling_options import LookupName
 from dflash_cli.terminal.shown import Shown
 from dflash_cli.tuning.candidates import WAYS, Candidate, candidates_for, default_numbers, measure_candidate
 from dflash_cli.tuning.speed import speed_request
@@ -65,6 +66,7 @@ class TuningPlan:
     num_rounds: int = 4
     step_times: Path | None = None
     what_ifs: Sequence[WhatIf] = ()
+    rivals: Sequence[LookupName] = ()
     folder: Path | None = None
 
 
@@ -74,6 +76,8 @@ class Tuning(Shown):
 
     ways      K -> acceptance of the narrowed block minus acceptance of the resized block
     what_ifs  name -> acceptance of the rounded pair minus acceptance of the original pair
+    rivals    lookups, which draft without a draft model
+    contests  choices among the candidates and the rivals together
     """
 
     evaluations: Mapping[Candidate, Evaluation]
@@ -84,6 +88,8 @@ class Tuning(Shown):
     session: PairSession
     request: TuningPlan
     seconds: float
+    rivals: Mapping[Candidate, Evaluation] = field(default_factory=dict)
+    contests: Sequence[Choice] = ()
 
     def summary(self) -> list[str]:
         best = self.overall
@@ -128,9 +134,11 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
         given = _at_batches(given, request)
     for item in request.what_ifs:
         refuse_rounding(session.llm.pair, session.target, item)
-    _check_journals(request, [*candidates, *request.what_ifs])
+    lookups = [Candidate(trained, name) for name in dict.fromkeys(request.rivals)]
+    _check_journals(request, [*candidates, *lookups, *request.what_ifs])
     evaluations = {item: _measure(session, item, request, progress) for item in candidates}
-    costs = given or _find_step_costs(session, candidates, request, progress)
+    rivals = {item: _measure(session, item, request, progress) for item in lookups}
+    costs = given or _find_step_costs(session, [*candidates, *lookups], request, progress)
     what_ifs = {
         item.name: _measure(session, candidates[-1], request, progress, item)
         for item in request.what_ifs
@@ -145,6 +153,8 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
         session=session,
         request=request,
         seconds=time.perf_counter() - started,
+        rivals=rivals,
+        contests=choose(evaluations | rivals, costs, confidence) if rivals else (),
     )
 
 
@@ -160,7 +170,7 @@ def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequ
         return request.numbers
     if given is None:
         return default_numbers(trained)
-    numbers = sorted({item.num_speculative_tokens for item in given.drafting})
+    numbers = sorted({item.num_speculative_tokens for item in given.drafting if not item.is_lookup})
     if numbers[-1] > trained:
         fitting = ",".join(str(number) for number in numbers if number <= trained)
         raise UsageError(

@@ -53,6 +53,7 @@ from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.limits import rows_to_ridge
 from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.text_index import padded
 
 REGRET_ROWS = 256
 """Rows whose logits are computed at a time for `regrets`. The logits of a whole text may not fit into memory."""
@@ -106,6 +107,7 @@ class Runner:
             mask_id=self.draft.config.mask_token_id if self.draft else 0,
         )
         self._taps = self.draft.config.target_layer_ids if self.draft else ()
+        self._looked_up = _no_drafts(pair)
         self.graphs: DecodeGraphs | None = None
         self.pieces: PiecewiseGraphs | None = None
         self._rooms: dict[int, PromptRoom] = {}
@@ -127,6 +129,7 @@ class Runner:
         """Queue one step on the pair's device, even if another device is current. None if there is nothing to run."""
         with as_current(self.device):
             self._admit(batch)
+            self._store_drafts(batch)
             room = self.room_beside(batch)
             prompts = self._layout.lay_out(batch.chunks) if batch.chunks and room is None else None
             results: Results = []
@@ -155,6 +158,14 @@ class Runner:
             self.states.pool.admit(batch.admitted, self.states.state_lens, self._upload)
         num_rows = self.limits.num_lookahead_tokens
         self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
+
+    def _store_drafts(self, batch: Batch) -> None:
+        """Copy the drafts of a lookup to the rows of their requests, where a captured step reads them."""
+        if self._looked_up is not None and batch.decode:
+            num_drafts = self._looked_up.shape[1]
+            ids = [token for drafted in batch.looked_up for token in padded(drafted, num_drafts)]
+            rows, sent = self._upload.lists(_rows(batch), ids)
+            self._looked_up.index_copy_(0, rows, sent.view(-1, num_drafts))
 
     def room_beside(self, batch: Batch) -> PromptRoom | None:
         """The room for this batch's chunks in a captured decode step. None if they do not fit in one."""
@@ -325,7 +336,7 @@ class Runner:
         step = self.kernels.open_step(self.state.row_state, rows, block, width, self._bounds)
         page_table = self._page_table(rows, None if longest is None else longest + width)
         sampling = self._sampling(rows, mode)
-        proposal = self._propose(step, page_table, sampling) if width > 1 else Proposal.empty(rows)
+        proposal = self._propose(rows, step, page_table, sampling) if width > 1 else Proposal.empty(rows)
         # A draft may leave a position empty with a negative id, which is never accepted. The embedding lacks rows for
         # negative ids, so the target reads id 0.
         ids = torch.cat((step.block_ids[:, :1], proposal.token_ids.clamp(min=0)), dim=1)
@@ -344,8 +355,13 @@ class Runner:
             self.states.pool.keep_passed(blocks.rows, step, self.state, self.states.state_lens)
         return with_confidences(packed, proposal.confidences), slots
 
-    def _propose(self, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
-        """Draft whole blocks [R, N] -> the tokens to verify. The block's K and V are not stored in pages."""
+    def _propose(self, rows: Tensor, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
+        """Draft whole blocks [R, N] -> the tokens to verify. The block's K and V are not stored in pages.
+
+        A lookup has drafted on the host.
+        """
+        if self._looked_up is not None:
+            return Proposal(self._looked_up[rows, : sampling.mode.verify_width - 1])
         assert self.draft is not None
         assert self.draft_kv is not None
         config = self.draft.config
@@ -429,6 +445,14 @@ class Runner:
         return Sampling(
             state.temperatures[chosen], state.top_ks[chosen], state.top_ps[chosen], state.seeds[chosen], mode
         )
+
+
+def _no_drafts(pair: LoadedPair) -> Tensor | None:
+    """Drafts of a lookup by row of the state, [B, K], -1 for none. None without a lookup."""
+    if not pair.is_looking_up:
+        return None
+    size = pair.limits.max_num_requests + 1, pair.limits.num_draft_tokens
+    return torch.full(size, -1, dtype=torch.int64, device=pair.placement.device)
 
 
 def _rows(batch: Batch) -> list[int]:

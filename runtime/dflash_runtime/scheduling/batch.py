@@ -35,7 +35,8 @@ class Batch:
     """One step: requests admitted, pages added, chunks to prefill, requests to decode, and hand-offs to load.
 
     Chunks and blocks share one forward. `longest` is an upper bound on the true KV length of every decoding request.
-    The step verifies the first `verify_width` rows of each block. With width 1 it drafts nothing.
+    The step verifies the first `verify_width` rows of each block. With width 1 it drafts nothing. `looked_up` has the
+    draft tokens of each decoding request, if a lookup drafts.
     """
 
     admitted: tuple[Request, ...] = ()
@@ -45,6 +46,7 @@ class Batch:
     longest: int = 0
     verify_width: int = 1
     loads: tuple[Request, ...] = ()
+    looked_up: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_empty(self) -> bool:
