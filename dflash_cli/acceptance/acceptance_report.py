@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+from dflash_cli.acceptance.calibration import TITLE as CALIBRATION_TITLE
+from dflash_cli.acceptance.calibration import Calibration
 from dflash_cli.acceptance.condition_results import ConditionResult
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
@@ -61,7 +63,10 @@ class Evaluation(Shown):
     draft_confidence: Annotated[
         DraftConfidence | None,
         NOT_REQUIRED,
-        "the draft's confidence beside its acceptance; null for a draft without a confidence head",
+        "the draft's confidence beside its acceptance; without a confidence head only with --calibration",
+    ] = None
+    calibration: Annotated[
+        Calibration | None, NOT_REQUIRED, "how well the draft's confidence predicts acceptance of held-out prompts"
     ] = None
     disaggregation: Annotated[
         Disaggregation | None,
@@ -110,6 +115,8 @@ class Evaluation(Shown):
     def remarks(self) -> list[list[str]]:
         """Paragraphs about right answers and, if prompts were prefilled in another process, about the hand-off."""
         found = [item.lines for item in self.exact_match]
+        if self.calibration is not None:
+            found.append([self.calibration.line])
         return found if self.disaggregation is None else [*found, self.disaggregation.lines]
 
 
@@ -174,6 +181,8 @@ def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
         found["by category"] = _category_table(evaluation)
     if evaluation.draft_confidence is not None:
         found[CONFIDENCE_TITLE] = evaluation.draft_confidence.table
+    if evaluation.calibration is not None:
+        found[CALIBRATION_TITLE] = evaluation.calibration.table
     if evaluation.disaggregation is not None:
         found[TITLE] = evaluation.disaggregation.table
     if is_full and evaluation.rejected_tokens:

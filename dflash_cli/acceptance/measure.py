@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
+from dflash_cli.acceptance.calibration import find_calibration
 from dflash_cli.acceptance.condition_results import compare_conditions
 from dflash_cli.acceptance.conversation_counts import count_conversations, distinct_prompts
 from dflash_cli.acceptance.draft_confidence import find_confidence
@@ -94,6 +95,9 @@ def measure(
         conversations=count_conversations(answers),
         rejected_tokens=find_rejected([answer.output for answer in answers], session.tokenizer),
         draft_confidence=find_confidence([answer.output for answer in answers], session.num_draft_tokens),
+        calibration=find_calibration(
+            [(answer.row.prompt_index, answer.output) for answer in answers], session.num_draft_tokens
+        ),
         measured=EvaluationRun.of(
             session.describe(),
             num_prompts=len({row.prompt_index for row in request.rows}),

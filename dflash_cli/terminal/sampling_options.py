@@ -35,7 +35,7 @@ class LookupOptions(Request):
             refuse_beside(self, OF_A_DRAFT, f"--drafting {self.drafting}, which drafts from the text alone")
 
 
-OF_A_DRAFT = ("draft", "causality", "layout", "draft_sampling", "mode", "disaggregated")
+OF_A_DRAFT = ("draft", "causality", "layout", "draft_sampling", "mode", "disaggregated", "calibration")
 """Options that need a draft model."""
 
 

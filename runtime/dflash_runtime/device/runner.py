@@ -31,6 +31,7 @@ from torch import Tensor
 
 from dflash_kernels.step_rows import Bounds, StepRows
 from dflash_kernels.uniform import DRAFT
+from dflash_runtime.device.acceptance_model import largest_probabilities
 from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.joined_attention import JoinedAttention
@@ -74,6 +75,7 @@ class Runner:
         self.page_size = page_size = pair.config.page_size
         self._walks = isinstance(pair.draft, WalkingDraft)
         self.samples_drafts = pair.config.draft_sampling == "probabilistic"
+        self._has_confidences = pair.config.draft_confidence
         self.texts = Texts(self.target) if isinstance(self.target, OwnCacheTarget) else None
         num_target_pages = num_pages if self.texts is None else 0
         self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement, pair.kv_scales)
@@ -375,15 +377,22 @@ class Runner:
             draws = None if is_greedy else Draws(sampling.temperatures, sampling.seeds, drafted)
             assert isinstance(self.draft, WalkingDraft)
             walked = self.draft.propose(step.block_ids, step.positions, attend, num_drafts, draws)
-            return Proposal(self._to_target(walked.token_ids), walked.distribution, walked.confidences)
+            confidences = self._confidences(walked.logits) if walked.confidences is None else walked.confidences
+            return Proposal(self._to_target(walked.token_ids), walked.distribution, confidences)
         logits = self.draft.logits(step.block_ids, step.positions, attend, num_drafts)
+        confidences = self._confidences(logits)
         if is_greedy:
-            return Proposal(self._to_target(self.kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)))
+            best = self.kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)
+            return Proposal(self._to_target(best), confidences=confidences)
         drawn = self.kernels.sample(
             logits.flatten(0, 1), *sampling.filters(), sampling.seeds, step.positions[:, 1 : 1 + num_drafts].flatten(),
             has_filters=sampling.mode.has_filters, purpose=DRAFT,
         )  # fmt: skip
-        return Proposal(self._to_target(drawn.token_ids.view(-1, num_drafts)), drawn.distribution)
+        return Proposal(self._to_target(drawn.token_ids.view(-1, num_drafts)), drawn.distribution, confidences)
+
+    def _confidences(self, logits: Tensor | None) -> Tensor | None:
+        """The draft's largest probability at each position of logits [R, K, V'], if it is asked for."""
+        return largest_probabilities(logits) if self._has_confidences and logits is not None else None
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of the draft's token ids."""

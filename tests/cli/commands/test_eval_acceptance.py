@@ -449,3 +449,16 @@ def test_a_lookup_is_measured_without_a_draft_and_compares_with_one(rows: Path, 
 def test_options_of_a_draft_do_not_go_with_a_lookup(options: list[str]) -> None:
     with refuses(UsageError, "options-exclude-each-other", found=options[1]):
         run("--drafting", "ngram", *options)
+
+
+def test_calibration_is_reported_on_demand(answered: Path) -> None:
+    """Four prompts: two fit the regression that predicts the other two."""
+    document = json.loads(run(*SMALL, "--calibration", "--json").stdout)
+    plain = json.loads(answered.with_name("result.json").read_text())
+    assert (plain["calibration"], plain["draft_confidence"]) == (None, None)
+    found = document["calibration"]
+    assert (found["num_prompts"], len(found["biases"]), len(found["bins"])) == (4, 7, 15)
+    assert found["num_tokens"] == sum(item["num_tokens"] for item in found["bins"])
+    assert found["num_tokens"] == sum(document["draft_confidence"]["per_pos_judged"])
+    assert 0 <= found["ece"] < 1
+    assert document["acceptance_len"] == plain["acceptance_len"]
