@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from dflash_cli.acceptance.calibration import TITLE as CALIBRATION_TITLE
-from dflash_cli.acceptance.calibration import Calibration
+from dflash_cli.acceptance.calibration import Calibration, PredictedBlock
 from dflash_cli.acceptance.condition_results import ConditionResult
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
@@ -27,7 +27,7 @@ from dflash_cli.acceptance.rejected_tokens import RejectedToken
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
 from dflash_cli.terminal.shown import Shown, Table
-from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key, to_json
+from dflash_runtime.documents import HIDDEN, INLINE, NOT_REQUIRED, computed_key, to_json
 from dflash_runtime.phrases import shorten
 
 TABLE_NOTE = "conditional: acceptance rate given that the previous position was accepted; shaded: the interval"
@@ -68,6 +68,7 @@ class Evaluation(Shown):
     calibration: Annotated[
         Calibration | None, NOT_REQUIRED, "how well the draft's confidence predicts acceptance of held-out prompts"
     ] = None
+    blocks: Annotated[tuple[PredictedBlock, ...], HIDDEN] = ()
     disaggregation: Annotated[
         Disaggregation | None,
         NOT_REQUIRED,

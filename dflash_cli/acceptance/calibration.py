@@ -25,8 +25,18 @@ NUM_BINS = 15
 MOST_STEPS, CONVERGED = 50, 1e-6
 """The most Newton steps of a fit, and the largest change of a parameter after which it ends."""
 
-Judged = tuple[int, RequestOutput]
-"""A prompt, and an answer to it."""
+
+@dataclass(frozen=True, slots=True)
+class PredictedBlock:
+    """A verify step: the draft's confidences, the predictions of a fit to other prompts, and the accepted tokens.
+
+    `likely` are conditional: each assumes that all tokens before it are accepted.
+    """
+
+    prompt: int
+    confidences: tuple[float, ...]
+    likely: tuple[float, ...]
+    num_accepted: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,44 +88,68 @@ class Calibration:
         )
 
 
-def find_calibration(judged: Iterable[Judged], num_draft_tokens: int) -> Calibration | None:
-    """Return the calibration over all verify steps; None without confidences, or with fewer than two prompts."""
+def predict_blocks(judged: Iterable[tuple[int, RequestOutput]]) -> tuple[PredictedBlock, ...]:
+    """Return all verify steps with predictions, from prompts and answers to them.
+
+    Empty without confidences, or with fewer than two prompts.
+    """
     steps = [
-        (prompt, confidences, length - 1)
+        (prompt, tuple(0.5 if value is None else value for value in confidences), length - 1)
         for prompt, output in judged
         for length, confidences in zip(output.acceptance_lengths, output.draft_confidences, strict=False)
     ]
     prompts = sorted({prompt for prompt, *_ in steps})
     if len(prompts) < 2:
-        return None
-    import torch
-
-    from dflash_runtime.device.acceptance_model import features_of
-
-    rows = [[0.5 if value is None else value for value in row] for _, row, _ in steps]
-    verified = torch.tensor([len(row) for row in rows])
-    padded = torch.tensor([[*row, *[0.5] * (num_draft_tokens - len(row))] for row in rows], dtype=torch.float64)
-    features, accepted = features_of(padded), torch.tensor([count for *_, count in steps])
-    half = {prompt: place % 2 for place, prompt in enumerate(prompts)}
-    is_second = torch.tensor([half[prompt] == 1 for prompt, *_ in steps])
-    likely = torch.empty_like(features)
+        return ()
+    features, accepted, verified = observed([(own, count) for _, own, count in steps])
+    half = {prompt: place % 2 == 1 for place, prompt in enumerate(prompts)}
+    is_second = accepted.new_tensor([half[prompt] for prompt, *_ in steps]).bool()
+    likely = features.clone()
     for held_out in (is_second, ~is_second):
         model = fit(features[~held_out], accepted[~held_out], verified[~held_out])
         likely[held_out] = model.probabilities(features[held_out])
-    place = torch.arange(num_draft_tokens)
-    is_judged = (place <= accepted[:, None]) & (place < verified[:, None])
-    labels = (place < accepted[:, None])[is_judged].numpy()
-    bins = bin_by_mass(likely[is_judged].numpy(), labels)
-    weight, biases = fit(features, accepted, verified)
+    return tuple(
+        PredictedBlock(prompt, own, tuple(values[: len(own)]), count)
+        for (prompt, own, count), values in zip(steps, likely.tolist(), strict=True)
+    )
+
+
+def find_calibration(blocks: Sequence[PredictedBlock]) -> Calibration | None:
+    """Return the calibration of predictions; None without any."""
+    if not blocks:
+        return None
+    import numpy as np
+
+    judged = [
+        (likely, confidence, place < block.num_accepted)
+        for block in blocks
+        for place, (likely, confidence) in enumerate(zip(block.likely, block.confidences, strict=True))
+        if place <= block.num_accepted
+    ]
+    likely, confidences, labels = (np.array(column) for column in zip(*judged, strict=True))
+    bins = bin_by_mass(likely, labels)
+    weight, biases = fit(*observed([(block.confidences, block.num_accepted) for block in blocks]))
     return Calibration(
         ece=expected_error(bins),
-        confidence_ece=expected_error(bin_by_mass(padded[is_judged].numpy(), labels)),
+        confidence_ece=expected_error(bin_by_mass(confidences, labels)),
         num_tokens=len(labels),
-        num_prompts=len(prompts),
+        num_prompts=len({block.prompt for block in blocks}),
         bins=tuple(bins),
         weight=float(weight),
         biases=tuple(biases.tolist()),
     )
+
+
+def observed(steps: Sequence[tuple[Sequence[float], int]]) -> "tuple[Tensor, Tensor, Tensor]":
+    """Return features [S, K], accepted and verified counts [S], from confidences and accepted counts of S steps."""
+    import torch
+
+    from dflash_runtime.device.acceptance_model import features_of
+
+    most = max(len(own) for own, _ in steps)
+    padded = torch.tensor([[*own, *[0.5] * (most - len(own))] for own, _ in steps], dtype=torch.float64)
+    accepted, verified = torch.tensor([(count, len(own)) for own, count in steps]).unbind(1)
+    return features_of(padded), accepted, verified
 
 
 def fit(features: "Tensor", num_accepted: "Tensor", num_verified: "Tensor") -> "AcceptanceModel":

@@ -68,6 +68,14 @@ class TuningRequest(
             "draft=fp8. + joins parts, all is every format of each part.",
         ),
     ] = None  # fmt: skip
+    budget: Annotated[
+        bool,
+        Option(
+            group=MEASURING,
+            help="Also simulate a row budget: in each step, verified rows go to the tokens that are most likely "
+            "accepted, whichever request they belong to.",
+        ),
+    ] = False  # fmt: skip
     engine: Annotated[
         tuple[str, ...],
         Option(
@@ -108,7 +116,7 @@ def tune(request: TuningRequest) -> "Tuning":
     from dflash_cli.generation.prompt_sets import read_prompts
 
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
-    config = request.engine_config()
+    config = request.engine_config(draft_confidence=request.budget)
     announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
@@ -17,6 +18,7 @@ from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.terminal.sampling_options import LookupName
 from dflash_cli.terminal.shown import Shown
+from dflash_cli.tuning.budget_gain import BudgetGain, budget_gains
 from dflash_cli.tuning.candidates import WAYS, Candidate, candidates_for, default_numbers, measure_candidate
 from dflash_cli.tuning.speed import speed_request
 from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best
@@ -78,6 +80,7 @@ class Tuning(Shown):
     what_ifs  name -> acceptance of the rounded pair minus acceptance of the original pair
     rivals    lookups, which draft without a draft model
     contests  choices among the candidates and the rivals together
+    budget    simulated gains of a row budget, if its plan asks for confidences of the draft
     """
 
     evaluations: Mapping[Candidate, Evaluation]
@@ -90,6 +93,7 @@ class Tuning(Shown):
     seconds: float
     rivals: Mapping[Candidate, Evaluation] = field(default_factory=dict)
     contests: Sequence[Choice] = ()
+    budget: Sequence[BudgetGain] = ()
 
     def summary(self) -> list[str]:
         best = self.overall
@@ -154,8 +158,21 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
         request=request,
         seconds=time.perf_counter() - started,
         rivals=rivals,
+        budget=_budget_gains(evaluations, costs) if request.config.draft_confidence else (),
         contests=choose(evaluations | rivals, costs, confidence) if rivals else (),
     )
+
+
+def _budget_gains(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts) -> list[BudgetGain]:
+    """Return the gains of a row budget at each batch size with times of the whole block and of a narrowed one."""
+    found = []
+    whole = next(candidate for candidate in evaluations if candidate.way == "whole")
+    for batch in costs.batches:
+        timed = {item: costs.of(item, batch) for item in evaluations if item.way in ("whole", "narrowed")}
+        widths = {item.num_speculative_tokens + 1: fmean(times) for item, times in timed.items() if times is not None}
+        if len(widths) > 1 and whole.num_speculative_tokens + 1 in widths:
+            found += budget_gains(evaluations[whole].blocks, batch, widths)
+    return found
 
 
 def _at_batches(given: StepCosts, request: TuningPlan) -> StepCosts:

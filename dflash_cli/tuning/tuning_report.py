@@ -6,12 +6,14 @@ from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
+from dflash_cli.acceptance.calibration import Calibration
 from dflash_cli.acceptance.intervals.statistics import Interval, Summary, value_text
 from dflash_cli.comparing.comparison_report import contrast_cells
 from dflash_cli.comparing.result_comparison import Contrast
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun
 from dflash_cli.terminal.shown import Table
+from dflash_cli.tuning.budget_gain import BudgetGain
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.round_intervals import mean_interval
 from dflash_cli.tuning.speedups import Choice, Speedup
@@ -32,6 +34,10 @@ CATEGORY_LEGEND = """best K by category, and its speed-up; r resized, n narrowed
 ? undecided whether drafting pays, - drafting does not pay"""
 RIVAL_LEGEND = """without a draft model: tokens looked up in each request's own text
 marks as above, among candidates and lookups together"""
+BUDGET_LEGEND = """simulated row budget: times as fast as verifying all rows, and as the best width
+requests of two kinds: half nearly rejected, half nearly whole blocks
+rows: per request and step with the budget; width: the best width
+{line}"""
 WHAT_IF_LEGEND = """simulated: values are rounded to the format, and computed in {dtype}
 the format's effect on step times is not simulated"""
 
@@ -105,6 +111,8 @@ class TuneDocument:
     caveats: Annotated[tuple[str, ...], NOT_REQUIRED, "batch sizes at which the settings may be slower"] = ()
     rivals: Annotated[tuple[CandidateEntry, ...], NOT_REQUIRED, "lookups, which draft without a draft model"] = ()
     contests: Annotated[tuple[Choice, ...], NOT_REQUIRED, "choices among candidates and rivals together"] = ()
+    budget: Annotated[tuple[BudgetGain, ...], NOT_REQUIRED, "simulated, with --budget"] = ()
+    calibration: Annotated[Calibration | None, NOT_REQUIRED, "of the whole block, with --budget"] = None
 
 
 def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocument:
@@ -130,6 +138,8 @@ def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocu
         caveats=tuple(caveats(tuning.choices, tuning.overall.num_speculative_tokens)) if tuning.overall else (),
         rivals=_entries(tuning.rivals),
         contests=tuple(tuning.contests),
+        budget=tuple(tuning.budget),
+        calibration=whole.calibration,
     )
 
 
@@ -214,6 +224,19 @@ def rival_table(tuning: Tuning, batches: Sequence[int]) -> Table:
     return columns, rows
 
 
+def budget_table(gains: Sequence[BudgetGain]) -> Table:
+    """Return the simulated gains of a row budget, as columns and rows."""
+    columns = ("batch", "requests", "predictions", "all rows", "one width", "rows", "width")
+    rows: list[tuple[str, ...]] = [
+        (
+            str(item.batch), item.requests, item.feature, _number(item.over_all_rows), _number(item.over_one_width),
+            f"{item.rows_per_request:.1f}", str(item.one_width),
+        )
+        for item in gains
+    ]  # fmt: skip
+    return columns, rows
+
+
 def ways_table(tuning: Tuning) -> Table:
     """Return K, both acceptance lengths and their difference, as columns and rows."""
     columns = ("K", "resized", "narrowed", "difference", "p", "verdict")
@@ -279,6 +302,9 @@ def tables(tuning: Tuning) -> Iterator[tuple[str, Table]]:
     if tuning.rivals:
         for batches in _split(tuning.costs.batches, 3):
             yield RIVAL_LEGEND, rival_table(tuning, batches)
+    if tuning.budget:
+        assert tuning.whole.calibration is not None
+        yield BUDGET_LEGEND.format(line=tuning.whole.calibration.line), budget_table(tuning.budget)
     if any(item.category is not None for item in tuning.choices):
         for batches in _split(tuning.costs.batches, 5):
             yield CATEGORY_LEGEND, category_table(tuning, batches)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dflash_cli.acceptance.calibration import NUM_BINS, bin_by_mass, expected_error, find_calibration
+from dflash_cli.acceptance.calibration import NUM_BINS, bin_by_mass, expected_error, find_calibration, predict_blocks
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
 K = 4
@@ -30,7 +30,7 @@ def answers(num_prompts: int, num_steps: int, weight: float, bias: float) -> lis
 
 def test_a_fit_corrects_a_confidence_that_is_wrong_in_a_regular_way() -> None:
     """About 20,000 tokens, 1,300 a bin: a bin of a true model is 0.01 off on average. The raw error is above 0.1."""
-    found = find_calibration(answers(40, 300, 0.5, 0.8), K)
+    found = find_calibration(predict_blocks(answers(40, 300, 0.5, 0.8)))
     assert found is not None
     assert found.num_tokens > 18_000
     assert found.num_prompts == 40
@@ -46,20 +46,20 @@ def test_a_fit_corrects_a_confidence_that_is_wrong_in_a_regular_way() -> None:
 def test_predictions_come_from_prompts_that_were_not_predicted() -> None:
     """Every second prompt accepts the first token, and the others do not: each half predicts the other wrongly."""
     mixed = [(prompt, output([[0.5]] * 50, [prompt % 2] * 50)) for prompt in range(10)]
-    found = find_calibration(mixed, 1)
+    found = find_calibration(predict_blocks(mixed))
     assert found is not None
     assert found.ece > 0.9
 
 
 def test_only_tokens_after_accepted_ones_count() -> None:
-    found = find_calibration([(0, output([[0.9] * K], [1])), (1, output([[0.9] * 2], [2]))], K)
+    found = find_calibration(predict_blocks([(0, output([[0.9] * K], [1])), (1, output([[0.9] * 2], [2]))]))
     assert found is not None
     assert found.num_tokens == 2 + 2
 
 
 def test_there_is_no_calibration_without_confidences_or_with_one_prompt() -> None:
-    assert find_calibration([(0, output([], [1])), (1, output([], [2]))], K) is None
-    assert find_calibration([(0, output([[0.9] * K], [1]))], K) is None
+    assert find_calibration(predict_blocks([(0, output([], [1])), (1, output([], [2]))])) is None
+    assert find_calibration(predict_blocks([(0, output([[0.9] * K], [1]))])) is None
 
 
 def test_the_error_is_the_mean_gap_of_the_bins() -> None:

@@ -266,3 +266,16 @@ def test_invalid_options_are_refused(
 def test_unknown_options_and_engines_are_refused(option: str, value: str, tmp_path: Path) -> None:
     outcome = tune(tmp_path, option, value)
     assert (outcome.code, option in outcome.err or value in outcome.err) == (2, True)
+
+
+def test_a_row_budget_is_simulated_on_demand(tmp_path: Path) -> None:
+    batches = {"1": 10.0, "8": 10.0}
+    times = {"plain": batches, "narrowed": {"3": batches}, "resized": {"3": batches, "7": {"1": 12.0, "8": 20.0}}}
+    outcome = tune(tmp_path, "--budget", "--engine", "sglang", "--json", times=times)
+    document = json.loads(outcome.out)
+    assert {item["batch"] for item in document["budget"]} == {1, 8}
+    for item in document["budget"]:
+        assert item["over_all_rows"] > 0.8
+        assert 1 <= item["rows_per_request"] <= 8
+    assert {item["feature"] for item in document["budget"]} == {"measured", "perfect", "uninformative"}
+    assert document["calibration"]["num_prompts"] == 12
