@@ -115,7 +115,7 @@ class OpenedPair:
             "num_speculative_tokens": resolve_num_drafts(config, self.draft.config if self.draft is not None else None),
             "draft_sampling": config.draft_sampling,
             **({"drafting": config.drafting} if config.is_lookup else {}),
-            **({"draft_confidence": True} if config.draft_confidence else {}),
+            **{name: True for name in ("draft_confidence", "row_budget") if getattr(config, name)},
             "adaptive_width": config.adaptive_width,
             "device_map": config.device_map,
             **{name: value for name, value in chosen.items() if value != "auto"},

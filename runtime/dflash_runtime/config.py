@@ -437,6 +437,8 @@ class EngineConfig:
                              each request's own text, without a draft and with synchronous scheduling.
     draft_confidence         results have the draft's confidence at each position: its largest probability there. Of a
                              draft with a confidence head they always have the head's predictions.
+    row_budget               give the verified rows of a step to the draft tokens that are most likely accepted, of any
+                             request. Their number has the most expected tokens per second on this GPU.
     max_batched_tokens       the most rows of a step with prompts, prefill and decode together. At least a quarter of
                              them is for prefill.
     kv_dtype                 "fp8" stores keys and values of both models in FP8 (e4m3). Scales of the target's
@@ -476,6 +478,7 @@ class EngineConfig:
     draft_sampling: str = "greedy"
     drafting: str = "model"
     draft_confidence: bool = False
+    row_budget: bool = False
     max_model_len: int | None = None
     max_num_requests: int = 16
     max_batched_tokens: int | None = None

@@ -28,6 +28,9 @@ RIDGE = 1.0
 DAMPING = 50.0
 """A step from as many tokens is halved: n tokens take n / (n + DAMPING) of it."""
 
+REFIT_STEPS = 32
+"""Steps from one refit to the next. Each refit is some thirty small launches."""
+
 LARGEST_FEATURE = 12.0
 """Features are limited to this size. float32 has no probabilities closer to 1."""
 
@@ -79,6 +82,31 @@ class AcceptanceModel(NamedTuple):
         total = tokens.sum()
         weight = self.weight + weight_step * total / (total + DAMPING)
         return AcceptanceModel(weight, self.biases + bias_steps * tokens / (tokens + DAMPING))
+
+
+class OnlineAcceptance:
+    """The model of an engine: it predicts in every step, and is refitted after REFIT_STEPS steps."""
+
+    def __init__(self, num_draft_tokens: int, device: torch.device) -> None:
+        self.model = AcceptanceModel.first(num_draft_tokens, device)
+        self._sums = torch.zeros(NUM_SUMS, num_draft_tokens, dtype=torch.float64, device=device)
+        self._num_steps = 0
+
+    def likely(self, features: Tensor) -> Tensor:
+        """See `AcceptanceModel.probabilities`."""
+        return self.model.probabilities(features)
+
+    def observe(self, features: Tensor, num_accepted: Tensor, num_verified: Tensor) -> None:
+        """Add the results of a step; see `AcceptanceModel.sums_of`. A captured step may call it."""
+        self._sums[:, : features.shape[1]] += self.model.sums_of(features, num_accepted, num_verified)
+
+    def count_step(self) -> None:
+        """Queue a refit if it is due. Its tensors keep their addresses, because captured steps read them."""
+        self._num_steps += 1
+        if self._num_steps % REFIT_STEPS == 0:
+            for own, fitted in zip(self.model, self.model.stepped(self._sums), strict=True):
+                own.copy_(fitted)
+            self._sums.zero_()
 
 
 def largest_probabilities(logits: Tensor) -> Tensor:

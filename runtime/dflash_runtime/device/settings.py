@@ -130,6 +130,16 @@ def apply_exclusions(
         config = replace(config, adaptive_width=False)
         text = f"adaptive width is off: {config.drafting} drafts as many tokens as it finds"
         warnings.append(Notice(text, id="no-adaptive-lookup"))
+    if config.row_budget and config.is_lookup:
+        config = replace(config, row_budget=False)
+        warnings.append(Notice(f"the row budget is off: {config.drafting} has no probabilities", id="no-lookup-budget"))
+    if config.row_budget and not can_capture(config, placement.device, placement.kernels):
+        config = replace(config, row_budget=False)
+        text = "the row budget is off: it needs step times, which are measured only with CUDA graphs"
+        warnings.append(Notice(text, id="no-row-budget"))
+    if config.row_budget and config.adaptive_width:
+        config = replace(config, adaptive_width=False)
+        warnings.append(Notice("adaptive width is off: the row budget chooses the rows", id="no-width-beside-budget"))
     if config.adaptive_width and not can_capture(config, placement.device, placement.kernels):
         config = replace(config, adaptive_width=False)
         text = "adaptive width is off: it needs step times, which are measured only with CUDA graphs"

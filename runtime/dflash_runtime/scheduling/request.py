@@ -238,6 +238,7 @@ class Request:
     keeping         slots of snapshots that queued steps write, by position
     spare           the slot in which decode steps keep the state at the last page boundary
     text_index      the index of its text from which a lookup drafts
+    likely          confidences of its last drafts, verified or not
 
     Raises:
         RequestError: a token id is not an integer.
@@ -281,6 +282,7 @@ class Request:
     keep_at: set[int] = field(default_factory=set)
     keeping: dict[int, int] = field(default_factory=dict)
     spare: int | None = None
+    likely: tuple[float | None, ...] = ()
     text_index: TextIndex | None = field(default=None, repr=False)
     _prompt_bytes: bytes = field(default=b"", repr=False)
 

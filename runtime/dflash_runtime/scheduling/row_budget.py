@@ -11,6 +11,10 @@ The text never depends on it: a narrower block commits fewer tokens of the same 
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Protocol
+
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.width import FIRST_RATE, StepTimes
 
 Survivals = Sequence[Sequence[float]]
 """Survival by position of each request's drafted tokens. A request that drafts nothing has none."""
@@ -42,3 +46,54 @@ def give_rows(survivals: Survivals, num_rows: int) -> list[int]:
     for _, _, request in sorted(places)[: max(0, num_rows - len(survivals))]:
         widths[request] += 1
     return widths
+
+
+class RowBudget(Protocol):
+    """Chooses how many rows a step verifies for each request on average."""
+
+    def candidates(self, batch: int, verify_width: int) -> list[int]:
+        """The numbers to choose from in a step of `batch` requests with whole blocks of `verify_width` rows.
+
+        0 stands for whole blocks.
+        """
+        ...
+
+    def choose(self, requests: Sequence[Request], verify_width: int) -> int:
+        """The number for a step of these requests."""
+        ...
+
+
+class BestBudget:
+    """Chooses by the predictions of each request's last drafts, which may be from a few steps ago.
+
+    A request without predictions has the mean survival of the others. Every step drafts, since only drafts show what
+    drafting is worth.
+    """
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+
+    def candidates(self, batch: int, verify_width: int) -> list[int]:
+        """See `RowBudget`."""
+        return [0, *(width for width in sorted(self._times.row(batch)) if 1 < width < verify_width)]
+
+    def choose(self, requests: Sequence[Request], verify_width: int) -> int:
+        """See `RowBudget`."""
+        if not requests or verify_width == 1:
+            return 0
+        batch = len(requests)
+        num_context = sum(request.kv_len for request in requests)
+        context_ms = num_context * (self._times.context_ms + self._times.draft_context_ms)
+        row = self._times.row(batch)
+        widths = {width or verify_width: width for width in self.candidates(batch, verify_width)}
+        times = {batch * width: row[max(own for own in row if own <= width)] + context_ms for width in widths}
+        return widths[choose_rows(_expected(requests, verify_width - 1), times) // batch]
+
+
+def _expected(requests: Sequence[Request], num_drafts: int) -> list[list[float]]:
+    """The survivals of each request's last drafts, or the mean of the others'."""
+    known = [survivals_of([value or 0.0 for value in request.likely[:num_drafts]]) for request in requests]
+    whole = [own for own in known if len(own) == num_drafts]
+    usual = [sum(column) / len(whole) for column in zip(*whole, strict=True)] or survivals_of([FIRST_RATE] * num_drafts)
+    most = [min(request.params.verify_width or num_drafts + 1, num_drafts + 1) - 1 for request in requests]
+    return [(own if len(own) == num_drafts else usual)[:count] for own, count in zip(known, most, strict=True)]

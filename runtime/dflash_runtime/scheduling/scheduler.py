@@ -33,6 +33,7 @@ from dflash_runtime.scheduling.lookup import look_up
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, Refusal, Request
+from dflash_runtime.scheduling.row_budget import RowBudget
 from dflash_runtime.scheduling.row_shares import RowShares
 from dflash_runtime.scheduling.step_load import StepLoad
 from dflash_runtime.scheduling.text_index import TextIndex, padded
@@ -53,6 +54,7 @@ class Scheduler:
         cache: PrefixCache,
         width_policy: WidthPolicy | None = None,
         make_index: Callable[[], TextIndex] | None = None,
+        row_budget: RowBudget | None = None,
     ) -> None:
         """With `make_index`, a lookup drafts; then no step may be scheduled while another one is in flight."""
         self.limits = limits
@@ -60,6 +62,7 @@ class Scheduler:
         self.cache = cache
         self.width_policy = width_policy or FixedWidth()
         self._make_index = make_index
+        self.row_budget = row_budget
         self.num_preemptions = 0
         self.load = StepLoad(limits)
         self.room = ExpectedRoom(limits, pages)
@@ -110,9 +113,10 @@ class Scheduler:
         decode = self._plan_decode(is_drained)
         looked_up = self._look_up(decode)
         verify_width = width_of(decode, self.width_policy, self.limits.num_lookahead_tokens, looked_up)
+        mean_width = self.row_budget.choose(decode, verify_width) if self.row_budget is not None else 0
         # A step that preempts admits no request: the freed pages are for requests that already run.
         admitted, chunks = self._plan_prompts(
-            len(decode), verify_width, may_admit=self.num_preemptions == num_preemptions
+            len(decode), mean_width or verify_width, may_admit=self.num_preemptions == num_preemptions
         )
         additions, self._additions = self._additions, []
         longest = max((self._kv_upper(request) for request in decode), default=0)
@@ -125,6 +129,7 @@ class Scheduler:
             decode=tuple(decode),
             longest=longest,
             verify_width=verify_width,
+            mean_width=mean_width,
             loads=tuple(request for request in admitted if request.is_loading),
             looked_up=looked_up,
         )
@@ -144,6 +149,7 @@ class Scheduler:
         start = len(request.output_token_ids)
         request.commit(output.token_ids, self.limits.max_model_len)
         assert request.is_finished == output.is_done, "host and device disagree on the end of a request"
+        request.likely = output.confidences
         draft_ids = output.draft_ids
         if self._make_index is not None:  # the width of a step depends on other requests, and a trace must not
             draft_ids = padded(draft_ids, self.limits.num_draft_tokens)
