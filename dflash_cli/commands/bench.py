@@ -210,11 +210,14 @@ def _print(speeds: "Sequence[BatchSpeed]") -> None:
 
 
 def _rows(speed: "BatchSpeed") -> list[tuple[str, ...]]:
-    """The row of a batch size, a second row if the engine adapts the verify width, and a row for each rival."""
+    """The row of a batch size, rows of adaptive width and of a row budget if they were timed, and of each rival."""
     rows = [_row(speed.plain, str(speed.batch), speed.speculative, speed.speedup, speed.speedup_interval)]
     if speed.adaptive is not None and speed.adaptive_speedup is not None:
         name, interval = f"{speed.batch} adaptive", speed.adaptive_speedup_interval
         rows.append(_row(speed.plain, name, speed.adaptive, speed.adaptive_speedup, interval))
+    if speed.budget is not None and speed.budget_speedup is not None:
+        name, interval = f"{speed.batch} budget", speed.budget_speedup_interval
+        rows.append(_row(speed.plain, name, speed.budget, speed.budget_speedup, interval))
     for rival in speed.rivals:
         name = f"{speed.batch} {rival.name}"
         rows.append(_row(speed.plain, name, rival.speed, rival.speedup, rival.speedup_interval))

@@ -1,4 +1,4 @@
-"""What a row budget would gain: measured verify steps, replayed in batches under a table of step times.
+"""The gain of a row budget: measured verify steps, replayed in batches under a table of step times.
 
 Each request of a simulated batch takes blocks one after another. A policy gives it rows, it commits the accepted tokens
 among them and one more, and the step takes the time of its rows. Three policies run on the same blocks:
@@ -8,9 +8,10 @@ among them and one more, and the step takes the time of its rows. Three policies
     budget      rows by predicted survival (`scheduling/row_budget.py`). The number of rows is chosen by the predictions
                 of the step before, which is all that a host knows in time, except for perfect predictions
 
-Predictions are those of the regression on the draft's confidence (measured), the outcome itself (perfect), or the mean
-of each position (uninformative). Requests are as measured, or of two kinds: one half takes blocks of which at most one
-token is accepted, the other half blocks of which at most one is rejected. The regression is then fitted to these.
+The regression on the draft's confidence predicts (measured), or the outcome (perfect), or the mean of each position
+(uninformative). Requests are as measured, or of two kinds: half of the requests take nearly rejected blocks with at
+most one accepted token, and half take nearly whole blocks with at most one rejected token. The regression is then
+fitted to these blocks.
 """
 
 import random
@@ -49,7 +50,7 @@ class BudgetGain:
 def budget_gains(blocks: Sequence[PredictedBlock], batch: int, widths: Mapping[int, float]) -> list[BudgetGain]:
     """Return the gains for each kind of requests and predictions. `widths` has milliseconds of a step by verify width.
 
-    Gains for requests of two kinds are left out if the measurement has no block of one kind.
+    Gains for requests of two kinds need measured blocks of both kinds.
     """
     num_drafts = max(widths) - 1
     whole = [block for block in blocks if len(block.confidences) == num_drafts]

@@ -76,9 +76,9 @@ class RivalSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpeed:
-    """A pair's speed at one batch size: without the draft, with the draft, with adaptive width, and rivals.
+    """A pair's speed at one batch size: without the draft, with the draft, with adaptive width or a row budget, rivals.
 
-    `adaptive` is None if steps are not CUDA graphs, because adaptive width needs them.
+    `adaptive` and `budget` are None if steps are not CUDA graphs, because both need them.
     """
 
     batch: int
@@ -88,6 +88,8 @@ class BatchSpeed:
     adaptive: Speed | None = None
     speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds; null with one round"] = None
     adaptive_speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
+    budget: Annotated[Speed | None, NOT_REQUIRED, "rows to the draft tokens that are most likely accepted"] = None
+    budget_speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
     rivals: Annotated[tuple[RivalSpeed, ...], NOT_REQUIRED, "drafting without a draft model"] = ()
 
     @property
@@ -101,6 +103,12 @@ class BatchSpeed:
     def adaptive_speedup(self) -> float | None:
         """Tokens per second with adaptive width, divided by tokens per second without the draft."""
         return self.adaptive.tokens_per_second / self.plain.tokens_per_second if self.adaptive is not None else None
+
+    @property
+    @computed_key
+    def budget_speedup(self) -> float | None:
+        """Tokens per second with a row budget, divided by tokens per second without the draft."""
+        return self.budget.tokens_per_second / self.plain.tokens_per_second if self.budget is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +191,7 @@ def measure_speeds(
         speeds = {name: Speed.of(windows, batch) for name, windows in found.items()}
         intervals = {
             name: _ratio_interval(found[name], found["plain"], speeds[name], speeds["plain"])
-            for name in ("speculative", "adaptive")
+            for name in ("speculative", "adaptive", "budget")
             if name in found
         }
         yield BatchSpeed(
@@ -193,6 +201,8 @@ def measure_speeds(
             speedup_interval=intervals["speculative"],
             adaptive=speeds.get("adaptive"),
             adaptive_speedup_interval=intervals.get("adaptive"),
+            budget=speeds.get("budget"),
+            budget_speedup_interval=intervals.get("budget"),
             parts=StepParts.of_steps(*(_step_times(found[name]) for name in ("speculative", "no draft", "no target"))),
             rivals=tuple(_rival(name, found, speeds) for name in request.rivals),
         )
@@ -212,11 +222,10 @@ def _rival(name: str, found: Mapping[str, Sequence[Window]], speeds: Mapping[str
 
 def _arms(pair: LoadedPair, rivals: Sequence[str]) -> "dict[str, Arm]":
     """Return the arms of a comparison: without and with the draft, with adaptive width, rivals, without each model."""
-    adapting = _adapting(pair)
     return {
         "plain": Arm(pair.without_draft()),
         "speculative": Arm(pair),
-        **({} if adapting is None else {"adaptive": Arm(adapting)}),
+        **{name: Arm(chosen) for name, chosen in _choosing(pair).items()},
         **{name: Arm(pair.with_lookup(name)) for name in rivals},
         "no draft": Arm(silence_draft(pair), max_new_tokens=PART_TOKENS),
         "no target": Arm(silence_target(pair), max_new_tokens=PART_TOKENS),
@@ -307,9 +316,10 @@ def _capture_widths(llm: LLM, batch: int) -> None:
             engine.runner.graphs.prepare(batch, mode)
 
 
-def _adapting(pair: LoadedPair) -> LoadedPair | None:
-    """Return the pair with adaptive width, or None if steps are not captured as CUDA graphs."""
-    return replace(pair, config=replace(pair.config, adaptive_width=True)) if pair.has_graphs else None
+def _choosing(pair: LoadedPair) -> dict[str, LoadedPair]:
+    """Return the pair with adaptive width and with a row budget; empty if steps are not captured as CUDA graphs."""
+    options = {"adaptive": {"adaptive_width": True}, "budget": {"row_budget": True}} if pair.has_graphs else {}
+    return {name: replace(pair, config=replace(pair.config, **option)) for name, option in options.items()}
 
 
 def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: int) -> LoadedPair:

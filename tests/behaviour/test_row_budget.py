@@ -147,6 +147,22 @@ def test_predictions_are_refitted_and_reported(monkeypatch: pytest.MonkeyPatch) 
             assert all(value is not None and 0 < value < 1 for value in step.confidences)
 
 
+def test_labels_are_the_verified_drafts_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make("tiny", Budgets([2, 3, 5, 8]), max_num_requests=1)
+    acceptance = llm.engine.runner.acceptance
+    assert acceptance is not None
+    observe, seen = acceptance.observe, list[tuple[int, int]]()
+
+    def watched(features: Tensor, num_accepted: Tensor, num_verified: Tensor) -> None:
+        seen.append((int(num_accepted), int(num_verified)))
+        observe(features, num_accepted, num_verified)
+
+    monkeypatch.setattr(acceptance, "observe", watched)
+    (output,) = llm.generate(prompts_of("tiny")[:1], SamplingParams(max_new_tokens=30))
+    assert seen == [(step.num_accepted, len(step.draft_ids)) for step in output.drafts]
+    assert len({verified for _, verified in seen}) > 2
+
+
 def test_rows_on_the_device_are_given_as_on_the_host() -> None:
     """200 batches; every third one has ties."""
     generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,7 @@ FIRST_WEIGHT, FIRST_BIAS = 1.0, 0.0
 """The model before any observation: the draft's confidence as it is."""
 
 RIDGE = 1.0
-"""The curvature that holds a refit near the last fit: that of about four tokens with even odds."""
+"""The curvature that holds a refit near the last fit, as about four tokens with even odds do."""
 
 DAMPING = 50.0
 """A step from as many tokens is halved: n tokens take n / (n + DAMPING) of it."""
@@ -32,7 +32,7 @@ REFIT_STEPS = 32
 """Steps from one refit to the next. Each refit is some thirty small launches."""
 
 LARGEST_FEATURE = 12.0
-"""Features are limited to this size. float32 has no probabilities closer to 1."""
+"""Features are limited to this size. It is close to the largest logit of a float32 probability below 1."""
 
 NUM_SUMS = 6
 """Rows of `sums_of`."""
@@ -116,6 +116,6 @@ def largest_probabilities(logits: Tensor) -> Tensor:
 
 
 def features_of(confidences: Tensor) -> Tensor:
-    """The logits of confidences [R, K], limited to LARGEST_FEATURE, float64. A value that is no number becomes 0."""
+    """The logits of confidences [R, K], limited to LARGEST_FEATURE, float64. NaN becomes 0."""
     logits = torch.logit(confidences.double().nan_to_num(0.5))
     return logits.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)

@@ -56,7 +56,7 @@ class Blocks:
     page_table: Tensor
     sampling: Sampling
     proposal: Proposal
-    token_ids: Tensor  # [R * W], or those of the n given rows
+    token_ids: Tensor  # [R * W], or [n] of the given rows
     positions: Tensor  # [R, W]
     given: GivenRows | None = None  # None for all rows
 

@@ -36,7 +36,7 @@ class StepMode:
     """The host's choices for a step: rows to verify per block, how tokens are sampled, and room for prompt rows.
 
     With a verify width of 1 the draft does not run; that is plain decoding. With a `mean_width` the step runs as many
-    rows for each request on average, and those of the best survivals; 0 stands for the verify width.
+    rows for each request on average, the rows with the best survivals. 0 stands for the verify width.
     """
 
     verify_width: int

@@ -456,7 +456,7 @@ class Runner:
     def _sample(self, hidden: Tensor, positions: Tensor, sampling: Sampling, given: GivenRows | None) -> Chosen:
         """The target's token after each row [R * W]. A row that is not among the given ones repeats one before it.
 
-        The distributions are those of the rows of `hidden`.
+        The distributions belong to the rows of `hidden`.
         """
         logits, after = self.target.head(hidden), sampling.after(positions.flatten())
         ways = {"is_greedy": sampling.mode.is_greedy, "has_filters": sampling.mode.has_filters}

@@ -132,7 +132,11 @@ def apply_exclusions(
         warnings.append(Notice(text, id="no-adaptive-lookup"))
     if config.row_budget and config.is_lookup:
         config = replace(config, row_budget=False)
-        warnings.append(Notice(f"the row budget is off: {config.drafting} has no probabilities", id="no-lookup-budget"))
+        warnings.append(
+            Notice(
+                f"the row budget is off: {config.drafting} looks up tokens without probabilities", id="no-lookup-budget"
+            )
+        )
     if config.row_budget and not can_capture(config, placement.device, placement.kernels):
         config = replace(config, row_budget=False)
         text = "the row budget is off: it needs step times, which are measured only with CUDA graphs"

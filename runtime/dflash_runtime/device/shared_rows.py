@@ -1,4 +1,4 @@
-"""A verify step whose blocks have different numbers of rows: only the rows that were given to requests are run.
+"""A verify step with blocks of different numbers of rows: the step runs only the rows that requests were given.
 
 The target's products run the n given rows of all blocks, one after another. Attention and recurrent layers get whole
 blocks again: a row that is not run is a copy of the last row of its block that is. Both are causal, so no given row
@@ -44,7 +44,7 @@ class GivenRows(NamedTuple):
         return values[self.places // (len(self.sources) // len(self.widths))]
 
     def spread(self, distribution: Distribution | Tensor, temperatures: Tensor) -> Distribution | Tensor:
-        """The distributions of n given rows -> of R * W rows. `temperatures` [R] are those of the requests."""
+        """The distributions of n given rows -> of R * W rows. `temperatures` [R] belong to the requests."""
         if isinstance(distribution, Tensor):
             return distribution[self.sources]
         logits, _, *others = distribution

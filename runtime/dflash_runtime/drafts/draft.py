@@ -72,7 +72,7 @@ class Drawn(NamedTuple):
     """Drafted tokens, [R, K] int64 ids of the draft, and the R * K distributions they were drawn from, if any were.
 
     `confidences` [R, K] are the draft's predictions that the target accepts a token, if the draft makes them. `logits`
-    [R, K, V'] are those of the positions, before or after the walk.
+    [R, K, V'] belong to the positions, before or after the walk.
     """
 
     token_ids: Tensor

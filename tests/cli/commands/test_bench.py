@@ -150,12 +150,13 @@ def test_parts_that_exceed_the_step_are_named(times: tuple[list[float], ...]) ->
     assert notice.id == "parts-do-not-add-up"
 
 
-def test_adaptive_width_has_a_row_of_its_own() -> None:
+def test_adaptive_width_and_a_row_budget_have_rows_of_their_own() -> None:
     (fixed,) = speeds(1.5)
-    speed = replace(fixed, adaptive=replace(fixed.speculative, tokens_per_second=300.0))
-    assert [row[0] for row in _rows(speed)] == ["1", "1 adaptive"]
-    assert [row[3] for row in _rows(speed)] == ["1.50", "3.00"]
-    assert to_json(speed)["adaptive_speedup"] == 3
+    adaptive, budget = (replace(fixed.speculative, tokens_per_second=rate) for rate in (300.0, 400.0))
+    speed = replace(fixed, adaptive=adaptive, budget=budget)
+    assert [row[0] for row in _rows(speed)] == ["1", "1 adaptive", "1 budget"]
+    assert [row[3] for row in _rows(speed)] == ["1.50", "3.00", "4.00"]
+    assert (to_json(speed)["adaptive_speedup"], to_json(speed)["budget_speedup"]) == (3, 4)
     assert len(_rows(fixed)) == 1
 
 
