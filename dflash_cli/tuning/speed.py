@@ -318,8 +318,10 @@ def _capture_widths(llm: LLM, batch: int) -> None:
 
 def _choosing(pair: LoadedPair) -> dict[str, LoadedPair]:
     """Return the pair with adaptive width and with a row budget; empty if steps are not captured as CUDA graphs."""
-    options = {"adaptive": {"adaptive_width": True}, "budget": {"row_budget": True}} if pair.has_graphs else {}
-    return {name: replace(pair, config=replace(pair.config, **option)) for name, option in options.items()}
+    if not pair.has_graphs:
+        return {}
+    configs = {"adaptive": replace(pair.config, adaptive_width=True), "budget": replace(pair.config, row_budget=True)}
+    return {name: replace(pair, config=config) for name, config in configs.items()}
 
 
 def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: int) -> LoadedPair:
