@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from dflash_cli.acceptance.acceptance_figures import find_figures
+from dflash_cli.acceptance.calibration import TITLE as CALIBRATION_TITLE
+from dflash_cli.acceptance.calibration import Calibration, PredictedBlock
 from dflash_cli.acceptance.condition_results import ConditionResult
 from dflash_cli.acceptance.context_curve import ContextCurve
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
@@ -28,7 +30,7 @@ from dflash_cli.figures.figure import Figure
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
 from dflash_cli.terminal.shown import Shown, Table
-from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key, to_json
+from dflash_runtime.documents import HIDDEN, INLINE, NOT_REQUIRED, computed_key, to_json
 from dflash_runtime.phrases import shorten
 
 TABLE_NOTE = "conditional: acceptance rate given that the previous position was accepted; shaded: the interval"
@@ -65,8 +67,12 @@ class Evaluation(Shown):
     draft_confidence: Annotated[
         DraftConfidence | None,
         NOT_REQUIRED,
-        "the draft's confidence beside its acceptance; null for a draft without a confidence head",
+        "the draft's confidence beside its acceptance; without a confidence head only with --calibration",
     ] = None
+    calibration: Annotated[
+        Calibration | None, NOT_REQUIRED, "how well the draft's confidence predicts acceptance of held-out prompts"
+    ] = None
+    blocks: Annotated[tuple[PredictedBlock, ...], HIDDEN] = ()
     disaggregation: Annotated[
         Disaggregation | None,
         NOT_REQUIRED,
@@ -97,7 +103,9 @@ class Evaluation(Shown):
     @property
     @computed_key
     def shapes(self) -> list[CurveShape]:
-        """Shapes of the acceptance curve that point to a fault."""
+        """Shapes of the acceptance curve that point to a fault of a draft model."""
+        if "drafting" in self.settings:
+            return []
         first = self.conditions[0].condition.name if self.conditions else None
         conversations = [item for item in self.conversations if item.condition == first]
         return find_shapes(self.base.counts, conversations, self.settings)
@@ -114,9 +122,11 @@ class Evaluation(Shown):
 
     @property
     def remarks(self) -> list[list[str]]:
-        """Paragraphs about the context, right answers and, with prompts prefilled elsewhere, the hand-off."""
+        """Paragraphs about the context, right answers, calibration and, with prompts prefilled elsewhere, the hand-off."""
         found = [self.context.lines] if self.context is not None else []
         found += [item.lines for item in self.exact_match]
+        if self.calibration is not None:
+            found.append([self.calibration.line])
         return found if self.disaggregation is None else [*found, self.disaggregation.lines]
 
 
@@ -130,6 +140,8 @@ def headline(evaluation: Evaluation) -> str:
         parts.append(f"capped: of {block - 1} drafted tokens {num_verified} were verified")
     if evaluation.failed:
         parts.append(f"{evaluation.num_failed} of {evaluation.num_prompts} prompts not measured")
+    if (lookup := evaluation.settings.get("drafting")) is not None:
+        parts.append(f"drafted by {lookup} without a draft model")
     if evaluation.prompts.is_named:
         parts.append(f"on {evaluation.prompts.name}")
     if len(evaluation.conditions) > 1:
@@ -179,6 +191,8 @@ def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
         found["by category"] = _category_table(evaluation)
     if evaluation.draft_confidence is not None:
         found[CONFIDENCE_TITLE] = evaluation.draft_confidence.table
+    if evaluation.calibration is not None:
+        found[CALIBRATION_TITLE] = evaluation.calibration.table
     if evaluation.disaggregation is not None:
         found[TITLE] = evaluation.disaggregation.table
     if is_full and evaluation.rejected_tokens:

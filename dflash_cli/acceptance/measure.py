@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
+from dflash_cli.acceptance.calibration import find_calibration, predict_blocks
 from dflash_cli.acceptance.condition_results import PairedCounts, compare_conditions, drafting
 from dflash_cli.acceptance.context_curve import context_curve
 from dflash_cli.acceptance.conversation_counts import count_conversations, distinct_prompts
@@ -85,6 +86,7 @@ def measure(
                 failed += [event.answer] if event.answer.output.error is not None else []
     journal.drop_unfinished()
     answers = [answer for answer in journal.answers if not answer.row.is_plain]
+    blocks = predict_blocks((answer.row.prompt_index, answer.output) for answer in answers)
     failures, pool = find_failures(failed), partial(_pool, session=session, request=request)
     conditions = drafting(request.conditions)
     paired = PairedCounts.of(answers, conditions)
@@ -101,6 +103,8 @@ def measure(
         conversations=count_conversations(answers),
         rejected_tokens=find_rejected([answer.output for answer in answers], session.tokenizer),
         draft_confidence=find_confidence([answer.output for answer in answers], session.num_draft_tokens),
+        calibration=find_calibration(blocks),
+        blocks=blocks,
         measured=EvaluationRun.of(
             session.describe(),
             num_prompts=len({row.prompt_index for row in request.rows}),

@@ -7,7 +7,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.engine_options import EngineOptions
 from dflash_cli.terminal.options import GateFileOptions, PairOptions, PromptOptions, ReadingOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
-from dflash_cli.terminal.sampling_options import BlockOptions
+from dflash_cli.terminal.sampling_options import BlockOptions, RivalOptions
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
@@ -32,7 +32,9 @@ ONE_ROUND = "no intervals: one round was timed, and an interval needs two or mor
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchRequest(GateFileOptions, EngineOptions, BlockOptions, PromptOptions, ReadingOptions, PairOptions):
+class BenchRequest(
+    GateFileOptions, EngineOptions, BlockOptions, RivalOptions, PromptOptions, ReadingOptions, PairOptions
+):
     """Measure how much faster a pair decodes with its draft than without.
 
     The speed-up depends on the text: give prompts of your users with --prompts. Without --prompts or --dataset, the
@@ -98,7 +100,7 @@ class Bench(Shown):
         )
 
     def summary(self) -> list[str]:
-        return [_headline(self.speeds)]
+        return _headline(self.speeds).split("\n")
 
     def shown_tables(self) -> dict[str, Table]:
         return {"": (SPEED_COLUMNS, [row[: len(SPEED_COLUMNS)] for speed in self.speeds for row in _rows(speed)])}
@@ -136,7 +138,7 @@ def bench(request: BenchRequest) -> Bench:
     choice = choose_prompts(request, session, given)
     plan = speed_request(
         session, choice.rows, request.concurrency, max_new_tokens=request.max_new_tokens, num_rounds=request.rounds,
-        chat=choice.chat,
+        chat=choice.chat, rivals=request.rivals,
     )  # fmt: skip
     return Bench(session=session, plan=plan, source=choice.source, speeds=_measure(session, plan))
 
@@ -178,7 +180,15 @@ def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpee
 
 def _headline(speeds: "Sequence[BatchSpeed]") -> str:
     found = (f"{_text(speed.speedup, speed.speedup_interval)} at batch {speed.batch}" for speed in speeds)
-    return "speedup by drafting: " + ", ".join(found)
+    lines = ["speedup by drafting: " + ", ".join(found)]
+    leads = [
+        f"{_text(best.lead, best.lead_interval)} at batch {speed.batch} ({best.name})"
+        for speed in speeds
+        if (best := min(speed.rivals, key=lambda item: item.lead, default=None)) is not None
+    ]
+    if leads:
+        lines.append("times as fast as the best drafting without a model: " + ", ".join(leads))
+    return "\n".join(lines)
 
 
 def _text(value: float, interval: "Interval | None") -> str:
@@ -200,11 +210,17 @@ def _print(speeds: "Sequence[BatchSpeed]") -> None:
 
 
 def _rows(speed: "BatchSpeed") -> list[tuple[str, ...]]:
-    """The row of a batch size, and a second row if the engine adapts the verify width."""
+    """The row of a batch size, rows of adaptive width and of a row budget if they were timed, and of each rival."""
     rows = [_row(speed.plain, str(speed.batch), speed.speculative, speed.speedup, speed.speedup_interval)]
     if speed.adaptive is not None and speed.adaptive_speedup is not None:
         name, interval = f"{speed.batch} adaptive", speed.adaptive_speedup_interval
         rows.append(_row(speed.plain, name, speed.adaptive, speed.adaptive_speedup, interval))
+    if speed.budget is not None and speed.budget_speedup is not None:
+        name, interval = f"{speed.batch} budget", speed.budget_speedup_interval
+        rows.append(_row(speed.plain, name, speed.budget, speed.budget_speedup, interval))
+    for rival in speed.rivals:
+        name = f"{speed.batch} {rival.name}"
+        rows.append(_row(speed.plain, name, rival.speed, rival.speedup, rival.speedup_interval))
     return rows
 
 

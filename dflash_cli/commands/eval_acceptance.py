@@ -23,8 +23,8 @@ from dflash_cli.terminal.options import (
     ResumableOptions,
     refuse_beside,
 )
-from dflash_cli.terminal.requests import ENGINE, OUTPUT, Option, verb
-from dflash_cli.terminal.sampling_options import BlockOptions
+from dflash_cli.terminal.requests import ENGINE, MEASURING, OUTPUT, Option, verb
+from dflash_cli.terminal.sampling_options import BlockOptions, LookupOptions
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 OF_THE_TEXT = (
     "prompts", "num_prompts", "target", "chat", "resume", "dataset", "thinking", "context_lengths",
-    "chat_template_kwargs", "temperature", "draft_sampling", "verify_width", "trace", "workers", "disaggregated",
-    "tensor_parallel",
+    "chat_template_kwargs", "temperature", "draft_sampling", "verify_width", "calibration", "trace", "workers",
+    "disaggregated", "tensor_parallel",
 )  # fmt: skip
 """The options that decide the text on which a draft is judged. With --mode replay, the dump has the text."""
 
@@ -53,6 +53,7 @@ class EvaluationRequest(
     TensorParallelOptions,
     EngineOptions,
     BlockOptions,
+    LookupOptions,
     ResumableOptions,
     ConditionOptions,
     ReadingOptions,
@@ -72,6 +73,14 @@ class EvaluationRequest(
             "with #N for N workers. Prompts of a lost worker are asked again. Needs ray (extra: ray).",
         ),
     ] = None  # fmt: skip
+    calibration: Annotated[
+        bool,
+        Option(
+            group=MEASURING,
+            help="Also report how well the draft's confidence predicts acceptance: its largest probability at each "
+            "position, or the prediction of its confidence head.",
+        ),
+    ] = False  # fmt: skip
     show_all: Annotated[
         bool,
         Option(is_per_run=True, 
@@ -188,6 +197,8 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
     config = request.engine_config(
         num_draft_tokens=request.num_speculative_tokens,
         draft_sampling=request.draft_sampling,
+        drafting=request.drafting,
+        draft_confidence=request.calibration,
         max_num_requests=request.concurrency,
         tensor_parallel_size=request.tensor_parallel,
     )
@@ -200,7 +211,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
 
         check_workers(request.workers, config)
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
-    announce_loading(request.draft, request.target, device=config.device)
+    announce_loading(request.draft, request.target, plain=config.is_lookup, device=config.device)
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.checkpoints.opening import Overrides

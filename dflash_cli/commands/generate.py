@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 
 SHOWN_FAILURES = 20
 
-Width = int | Literal["auto", "all"]
+Width = int | Literal["auto", "all", "budget"]
 
 
 def parse_width(text: str) -> Width:
-    """Parse `auto`, `all` or a number of rows.
+    """Parse `auto`, `all`, `budget` or a number of rows.
 
     Raises:
         ValueError: the text has another form.
     """
-    if text in ("auto", "all"):
+    if text in ("auto", "all", "budget"):
         return cast(Width, text)
     if (width := int(text)) < 1:
         raise ValueError(text)
@@ -90,9 +90,11 @@ class GenerationRequest(
     verify_width: Annotated[
         Width | None,
         Option(
-            metavar="N|all|auto", group=DRAFTING, parse=parse_width, expected="all, auto or a whole number from 1 on",
-            help="Verify the first N positions of a block, the last committed token included, or choose N per step by "
-            "acceptance and step times (auto). The text is the same. Default: auto with CUDA graphs, otherwise all.",
+            metavar="N|all|auto|budget", group=DRAFTING, parse=parse_width,
+            expected="all, auto, budget or a whole number from 1 on",
+            help="Verify the first N positions of a block, the last committed token included. Or choose N per step by "
+            "acceptance and step times (auto), or the positions of each request by the draft's confidence (budget). "
+            "The text is the same. Default: auto with CUDA graphs, otherwise all.",
         ),
     ] = None  # fmt: skip
     trace: Annotated[
@@ -194,7 +196,8 @@ def run(
 
     handing = handing or _open_handing(request, named)
     is_adaptive = request.verify_width == "auto" or (request.verify_width is None and can_adapt(config))
-    session = load_session(opened, replace(config, adaptive_width=is_adaptive), threads=request.threads)
+    config = replace(config, adaptive_width=is_adaptive, row_budget=request.verify_width == "budget")
+    session = load_session(opened, config, threads=request.threads)
     conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
     choice = choose_prompts(request, session, named or handing.prompts, conditions=conditions)
     params = handing.params or params.with_stops(session.stop_token_ids)

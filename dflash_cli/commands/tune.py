@@ -11,7 +11,7 @@ from dflash_cli.terminal.engine_options import EngineOptions
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import IntervalOptions, PairOptions, PromptOptions, ReadingOptions, ResumeOptions
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, Option, verb
-from dflash_cli.terminal.sampling_options import SamplingOptions
+from dflash_cli.terminal.sampling_options import RivalOptions, SamplingOptions
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest(
-    IntervalOptions, EngineOptions, SamplingOptions, PromptOptions, ResumeOptions, ReadingOptions, PairOptions
+    IntervalOptions,
+    EngineOptions,
+    SamplingOptions,
+    RivalOptions,
+    PromptOptions,
+    ResumeOptions,
+    ReadingOptions,
+    PairOptions,
 ):
     """Find out how many tokens to draft at each batch size, and whether drafting pays.
 
@@ -61,6 +68,14 @@ class TuningRequest(
             "draft=fp8. + joins parts, all is every format of each part.",
         ),
     ] = None  # fmt: skip
+    budget: Annotated[
+        bool,
+        Option(
+            group=MEASURING,
+            help="Also simulate a row budget: in each step, verified rows go to the tokens that are most likely "
+            "accepted, whichever request they belong to.",
+        ),
+    ] = False  # fmt: skip
     engine: Annotated[
         tuple[str, ...],
         Option(
@@ -101,7 +116,7 @@ def tune(request: TuningRequest) -> "Tuning":
     from dflash_cli.generation.prompt_sets import read_prompts
 
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
-    config = request.engine_config()
+    config = request.engine_config(draft_confidence=request.budget)
     announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
@@ -137,6 +152,7 @@ def tune(request: TuningRequest) -> "Tuning":
         num_rounds=request.rounds,
         step_times=request.step_times,
         what_ifs=parse_what_ifs(request.what_if) if request.what_if is not None else (),
+        rivals=request.rivals,
         folder=request.output,
     )
     return _measure(session, plan)
@@ -210,9 +226,9 @@ def _engine_settings(tuning: "Tuning", engines: tuple[str, ...]) -> "list[Engine
 
 
 def _print(tuning: "Tuning", settings: "list[EngineSettings]") -> None:
-    from dflash_cli.tuning.tuning_report import advice, settings_line, tables
+    from dflash_cli.tuning.tuning_report import advice, rival_advice, settings_line, tables
 
-    for line in advice(tuning.choices):
+    for line in (*advice(tuning.choices), *rival_advice(tuning.contests)):
         console.result(line)
     for legend, (columns, rows) in tables(tuning):
         console.result("", *legend.split("\n"))

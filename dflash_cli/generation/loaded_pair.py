@@ -114,6 +114,8 @@ class OpenedPair:
             **{f"{role}_{key}": item[key] for role, item in identities.items() for key in ("digest", "modified_ns")},
             "num_speculative_tokens": resolve_num_drafts(config, self.draft.config if self.draft is not None else None),
             "draft_sampling": config.draft_sampling,
+            **({"drafting": config.drafting} if config.is_lookup else {}),
+            **{name: True for name in ("draft_confidence", "row_budget") if getattr(config, name)},
             "adaptive_width": config.adaptive_width,
             "device_map": config.device_map,
             **{name: value for name, value in chosen.items() if value != "auto"},
@@ -284,7 +286,8 @@ def open_pair(
         UsageError: the references do not name a pair, or the config asks for more than the pair can do. Opening
             raises further errors.
     """
-    pair = complete_pair(draft, target, find=fetch_directory, needs_draft=config.num_draft_tokens != 0)
+    needs_draft = config.num_draft_tokens != 0 and not config.is_lookup
+    pair = complete_pair(draft, target, find=fetch_directory, needs_draft=needs_draft)
     draft_checkpoint = None
     if pair.draft_location is not None:
         draft_checkpoint = open_draft(pair.draft_location, overrides=overrides)

@@ -1,13 +1,55 @@
 """Options of sampling and drafting, as bases of request classes."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from dflash_cli.terminal.options import values_of
-from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, SAMPLING, Option, Request
+from dflash_cli.terminal.options import refuse_beside, values_of
+from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, SAMPLING, Option, Request
 
 if TYPE_CHECKING:
     from dflash_runtime.scheduling.request import SamplingParams
+
+
+LookupName = Literal["ngram", "suffix"]
+"""The lookups: ways to draft from a request's own text. Each is a file of the runtime's `drafts`."""
+
+LOOKUP_NAMES: tuple[LookupName, ...] = get_args(LookupName)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupOptions(Request):
+    """Whether a draft model drafts, or a lookup."""
+
+    drafting: Annotated[
+        Literal["model", "ngram", "suffix"],
+        Option(
+            group=DRAFTING,
+            help="Draft with the draft model, or without one from each request's own text: what followed an earlier "
+            "run of the same tokens (ngram), or what followed most often (suffix).",
+        ),
+    ] = "model"  # fmt: skip
+
+    def check(self) -> None:
+        super().check()
+        if self.drafting != "model":
+            refuse_beside(self, OF_A_DRAFT, f"--drafting {self.drafting}, which drafts from the text alone")
+
+
+OF_A_DRAFT = ("draft", "causality", "layout", "draft_sampling", "mode", "disaggregated", "calibration")
+"""Options that need a draft model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RivalOptions(Request):
+    """What the draft competes with."""
+
+    rivals: Annotated[
+        tuple[LookupName, ...],
+        Option(
+            metavar="NAME,...", group=MEASURING,
+            help="Also measure drafting without a draft model, from each request's own text: ngram, suffix.",
+        ),
+    ] = ()  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,13 +16,14 @@ from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.measure import EvaluationPlan, measure
 from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.terminal.sampling_options import LOOKUP_NAMES
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.errors import RequestError, UsageError
 from dflash_runtime.llm import LLM
 
-Way = Literal["whole", "resized", "narrowed"]
+Way = Literal["whole", "resized", "narrowed", "ngram", "suffix"]
 WAYS: tuple[Way, ...] = ("resized", "narrowed")
 """Ways to draft fewer tokens than trained."""
 
@@ -33,13 +34,20 @@ class Candidate:
 
     num_speculative_tokens: int
     way: Annotated[
-        Way, "the trained block; a block of K + 1 rows; the trained block, with its first K + 1 rows verified"
+        Way,
+        "the trained block; a block of K + 1 rows; the trained block, with its first K + 1 rows verified; or a lookup "
+        "in each request's own text, without a draft model",
     ]
 
     @property
     def name(self) -> str:
         """`resized-3`, the name in files and documents."""
         return f"{self.way}-{self.num_speculative_tokens}"
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether the tokens are looked up in each request's own text, without a draft model."""
+        return self.way in LOOKUP_NAMES
 
     @property
     def verify_width(self) -> int | None:
@@ -79,7 +87,8 @@ def resize(pair: LoadedPair, candidate: Candidate, config: EngineConfig) -> Load
         pair.config, num_draft_tokens=number, max_num_requests=config.max_num_requests, num_pages=config.num_pages
     )
     limits = resolve_limits(restored, pair.target.config, pair.draft.config, pair.placement.kernels)
-    return replace(pair, config=restored, limits=limits)
+    resized = replace(pair, config=restored, limits=limits)
+    return resized.with_lookup(candidate.way) if candidate.is_lookup else resized
 
 
 def measure_candidate(

@@ -8,7 +8,7 @@ greedy. `step_parts.py` measures the shares of draft and target, over fewer step
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -29,6 +29,7 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.warm_up import step_modes
 
 MIN_STEPS = 4
 """Fewest steps of a round."""
@@ -62,10 +63,22 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSpeed:
-    """A pair's speed at one batch size: without the draft, with the draft, and with adaptive width.
+class RivalSpeed:
+    """Drafting without a draft model at one batch size: a lookup in each request's own text."""
 
-    `adaptive` is None if steps are not CUDA graphs, because adaptive width needs them.
+    name: Annotated[str, "ngram or suffix"]
+    speed: Speed
+    speedup: Annotated[float, "over plain decoding"]
+    speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
+    lead: Annotated[float, "tokens per second with the draft, divided by tokens per second of this lookup"]
+    lead_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpeed:
+    """A pair's speed at one batch size: without the draft, with the draft, with adaptive width or a row budget, rivals.
+
+    `adaptive` and `budget` are None if steps are not CUDA graphs, because both need them.
     """
 
     batch: int
@@ -75,6 +88,9 @@ class BatchSpeed:
     adaptive: Speed | None = None
     speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds; null with one round"] = None
     adaptive_speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
+    budget: Annotated[Speed | None, NOT_REQUIRED, "rows to the draft tokens that are most likely accepted"] = None
+    budget_speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
+    rivals: Annotated[tuple[RivalSpeed, ...], NOT_REQUIRED, "drafting without a draft model"] = ()
 
     @property
     @computed_key
@@ -87,6 +103,12 @@ class BatchSpeed:
     def adaptive_speedup(self) -> float | None:
         """Tokens per second with adaptive width, divided by tokens per second without the draft."""
         return self.adaptive.tokens_per_second / self.plain.tokens_per_second if self.adaptive is not None else None
+
+    @property
+    @computed_key
+    def budget_speedup(self) -> float | None:
+        """Tokens per second with a row budget, divided by tokens per second without the draft."""
+        return self.budget.tokens_per_second / self.plain.tokens_per_second if self.budget is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +130,7 @@ class BenchDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedRequest:
-    """Prompts as token ids, batch sizes, and the number and length of rounds.
+    """Prompts as token ids, batch sizes, the number and length of rounds, and names of lookups to compare with.
 
     Every round takes the next prompts and starts again after the last one.
     """
@@ -117,6 +139,7 @@ class SpeedRequest:
     batches: Sequence[int]
     max_new_tokens: int
     num_rounds: int
+    rivals: Sequence[str] = ()
 
     def rounds(self, batch: int) -> list[list[Sequence[int]]]:
         """Return the prompts of each round of a batch size."""
@@ -125,7 +148,7 @@ class SpeedRequest:
 
     def num_runs(self, pair: LoadedPair) -> int:
         """Return the number of rounds to run, including a warm-up round for each measurement."""
-        return len(self.batches) * len(_arms(pair)) * (self.num_rounds + 1)
+        return len(self.batches) * len(_arms(pair, self.rivals)) * (self.num_rounds + 1)
 
 
 def smallest(config: EngineConfig) -> EngineConfig:
@@ -141,13 +164,16 @@ def speed_request(
     max_new_tokens: int,
     num_rounds: int,
     chat: bool,
+    rivals: Sequence[str] = (),
 ) -> SpeedRequest:
     """Return the request for these rows, with at most as many prompts as the rounds of the largest batch take."""
     assert session.llm.num_draft_tokens, "a pair that drafts"
     assert min(batches) >= 1
     turns = rows[: max(batches) * num_rounds]
     prompts = [Conversation(row).next_prompt(session.tokenizer, chat=chat) for row in turns]
-    return SpeedRequest(prompts=prompts, batches=batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds)
+    return SpeedRequest(
+        prompts=prompts, batches=batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, rivals=rivals
+    )
 
 
 def measure_speeds(
@@ -159,13 +185,13 @@ def measure_speeds(
         UsageError: answers are too short to measure.
         RequestError: a prompt does not fit the model.
     """
-    count, arms = counting(observe), _arms(pair)
+    count, arms = counting(observe), _arms(pair, request.rivals)
     for batch in request.batches:
         found = dict(zip(arms, measure_rounds([*arms.values()], request, batch, count), strict=True))
         speeds = {name: Speed.of(windows, batch) for name, windows in found.items()}
         intervals = {
             name: _ratio_interval(found[name], found["plain"], speeds[name], speeds["plain"])
-            for name in ("speculative", "adaptive")
+            for name in ("speculative", "adaptive", "budget")
             if name in found
         }
         yield BatchSpeed(
@@ -175,17 +201,32 @@ def measure_speeds(
             speedup_interval=intervals["speculative"],
             adaptive=speeds.get("adaptive"),
             adaptive_speedup_interval=intervals.get("adaptive"),
+            budget=speeds.get("budget"),
+            budget_speedup_interval=intervals.get("budget"),
             parts=StepParts.of_steps(*(_step_times(found[name]) for name in ("speculative", "no draft", "no target"))),
+            rivals=tuple(_rival(name, found, speeds) for name in request.rivals),
         )
 
 
-def _arms(pair: LoadedPair) -> "dict[str, Arm]":
-    """Return the arms of a comparison: without and with the draft, with adaptive width, and without each model."""
-    adapting = _adapting(pair)
+def _rival(name: str, found: Mapping[str, Sequence[Window]], speeds: Mapping[str, Speed]) -> RivalSpeed:
+    own, plain, drafting = (speeds[arm].tokens_per_second for arm in (name, "plain", "speculative"))
+    return RivalSpeed(
+        name=name,
+        speed=speeds[name],
+        speedup=own / plain,
+        speedup_interval=_ratio_interval(found[name], found["plain"], speeds[name], speeds["plain"]),
+        lead=drafting / own,
+        lead_interval=_ratio_interval(found["speculative"], found[name], speeds["speculative"], speeds[name]),
+    )
+
+
+def _arms(pair: LoadedPair, rivals: Sequence[str]) -> "dict[str, Arm]":
+    """Return the arms of a comparison: without and with the draft, with adaptive width, rivals, without each model."""
     return {
         "plain": Arm(pair.without_draft()),
         "speculative": Arm(pair),
-        **({} if adapting is None else {"adaptive": Arm(adapting)}),
+        **{name: Arm(chosen) for name, chosen in _choosing(pair).items()},
+        **{name: Arm(pair.with_lookup(name)) for name in rivals},
         "no draft": Arm(silence_draft(pair), max_new_tokens=PART_TOKENS),
         "no target": Arm(silence_target(pair), max_new_tokens=PART_TOKENS),
     }
@@ -256,6 +297,8 @@ def measure_rounds(
     rounds = request.rounds(batch)
     lengths = [min(arm.max_new_tokens or request.max_new_tokens, request.max_new_tokens) for arm in arms]
     llms = [LLM(_sized(arm.pair, rounds, length)) for arm, length in zip(arms, lengths, strict=True)]
+    for llm in llms:
+        _capture_widths(llm, batch)
     windows: list[list[Window]] = [[] for _ in arms]
     for prompts in [rounds[0], *rounds]:
         for arm, llm, length, of_arm in zip(arms, llms, lengths, windows, strict=True):
@@ -265,9 +308,20 @@ def measure_rounds(
     return [of_arm[1:] for of_arm in windows]
 
 
-def _adapting(pair: LoadedPair) -> LoadedPair | None:
-    """Return the pair with adaptive width, or None if steps are not captured as CUDA graphs."""
-    return replace(pair, config=replace(pair.config, adaptive_width=True)) if pair.has_graphs else None
+def _capture_widths(llm: LLM, batch: int) -> None:
+    """Capture every width of a lookup's steps: the warm-up round may lack some."""
+    engine = llm.engine
+    if engine.runner.graphs is not None and llm.pair.is_looking_up:
+        for mode in step_modes(engine, [SamplingParams()], batch):
+            engine.runner.graphs.prepare(batch, mode)
+
+
+def _choosing(pair: LoadedPair) -> dict[str, LoadedPair]:
+    """Return the pair with adaptive width and with a row budget; empty if steps are not captured as CUDA graphs."""
+    if not pair.has_graphs:
+        return {}
+    configs = {"adaptive": replace(pair.config, adaptive_width=True), "budget": replace(pair.config, row_budget=True)}
+    return {name: replace(pair, config=config) for name, config in configs.items()}
 
 
 def _sized(pair: LoadedPair, rounds: list[list[Sequence[int]]], max_new_tokens: int) -> LoadedPair:

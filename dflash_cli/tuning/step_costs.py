@@ -4,9 +4,10 @@ A file has milliseconds of a step, one number or one per measurement:
 
     {"plain": {"1": 5.1, "8": [5.3, 5.4]}, "resized": {"7": {"1": 6.5, "8": 7.4}}, "narrowed": {...}, "source": "..."}
 
-The keys of the outer objects are K, the keys of the inner objects are batch sizes. The trained K may be in `resized` or
-in `narrowed`. The document of `dflash tune --json` has the same object in `step_times`, and can be given too. Lists of
-equal length are paired by round, so that a disturbed round does not look like a difference.
+The keys of the outer objects are K, the keys of the inner objects are batch sizes. `lookups` has such objects by name.
+The trained K may be in `resized` or in `narrowed`. The document of `dflash tune --json` has the same object in
+`step_times`, and can be given too. Lists of equal length are paired by round, so that a disturbed round does not look
+like a difference.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from dflash_cli.comparing.measured_result import ResultFile
+from dflash_cli.terminal.sampling_options import LOOKUP_NAMES, LookupName
 from dflash_cli.tuning.candidates import WAYS, Candidate, resize
 from dflash_cli.tuning.speed import Arm, SpeedRequest, counting, measure_rounds
 from dflash_runtime.config import EngineConfig
@@ -41,6 +43,9 @@ class StepTimes:
     plain: Annotated[TimesByBatch, "by batch size"]
     resized: Annotated[TimesByK, NOT_REQUIRED, "by K, then by batch size"] = field(default_factory=dict)
     narrowed: Annotated[TimesByK, NOT_REQUIRED, "by K, then by batch size"] = field(default_factory=dict)
+    lookups: Annotated[Mapping[LookupName, TimesByK], NOT_REQUIRED, "by lookup, K and batch size"] = field(
+        default_factory=dict
+    )
     settings: Annotated[Settings, OPTIONAL, "of the measurement; --resume compares them"] = field(default_factory=dict)
 
 
@@ -63,12 +68,14 @@ class StepCosts:
     @property
     def times(self) -> StepTimes:
         """The document of these times. The whole block is in `resized`."""
-        ways: dict[str, dict[int, TimesByBatch]] = {way: {} for way in WAYS}
+        ways: dict[str, dict[int, TimesByBatch]] = {}
         for candidate, times in sorted(self.drafting.items()):
             way = "resized" if candidate.way == "whole" else candidate.way
-            ways[way][candidate.num_speculative_tokens] = dict(sorted(times.items()))
+            ways.setdefault(way, {})[candidate.num_speculative_tokens] = dict(sorted(times.items()))
         plain = dict(sorted(self.plain.items()))
-        return StepTimes(source=self.source, plain=plain, resized=ways["resized"], narrowed=ways["narrowed"])
+        resized, narrowed = (ways.get(way, {}) for way in WAYS)
+        lookups = {name: ways[name] for name in LOOKUP_NAMES if name in ways}
+        return StepTimes(source=self.source, plain=plain, resized=resized, narrowed=narrowed, lookups=lookups)
 
 
 def read_step_times(path: Path) -> StepTimes:
@@ -97,7 +104,10 @@ def read_step_costs(path: Path, trained: int) -> StepCosts:
         for number, by_batch in _from_one(getattr(times, way), way, path):
             candidate = Candidate(number, "whole" if number == trained else way)
             drafting.setdefault(candidate, _as_times(by_batch, f"{way}.{number}", path))
-    if not drafting:
+    for name, by_k in times.lookups.items():
+        for number, by_batch in _from_one(by_k, f"lookups.{name}", path):
+            drafting[Candidate(number, name)] = _as_times(by_batch, f"lookups.{name}.{number}", path)
+    if not (times.resized or times.narrowed):
         raise UsageError(
             id="no-step-times", path=path, field="resized", found=times.resized, expected="step times of one K or more"
         )
@@ -110,7 +120,8 @@ def check_complete(costs: StepCosts, numbers: Sequence[int], batches: Sequence[i
     Raises:
         UsageError: naming the field of a missing time.
     """
-    known = {item.num_speculative_tokens: times for item, times in costs.drafting.items() if item.way != "narrowed"}
+    drawn = ("whole", "resized")
+    known = {item.num_speculative_tokens: times for item, times in costs.drafting.items() if item.way in drawn}
     for batch in batches:
         if batch not in costs.plain:
             raise _missing(costs, f"plain.{batch}")

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
@@ -16,7 +17,9 @@ from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import compare_results
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
+from dflash_cli.terminal.sampling_options import LookupName
 from dflash_cli.terminal.shown import Shown
+from dflash_cli.tuning.budget_gain import BudgetGain, budget_gains
 from dflash_cli.tuning.candidates import WAYS, Candidate, candidates_for, default_numbers, measure_candidate
 from dflash_cli.tuning.speed import speed_request
 from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best
@@ -66,6 +69,7 @@ class TuningPlan:
     num_rounds: int = 4
     step_times: Path | None = None
     what_ifs: Sequence[WhatIf] = ()
+    rivals: Sequence[LookupName] = ()
     folder: Path | None = None
 
 
@@ -75,6 +79,9 @@ class Tuning(Shown):
 
     ways      K -> acceptance of the narrowed block minus acceptance of the resized block
     what_ifs  name -> acceptance of the rounded pair minus acceptance of the original pair
+    rivals    lookups, which draft without a draft model
+    contests  choices among the candidates and the rivals together
+    budget    simulated gains of a row budget, if its plan asks for confidences of the draft
     """
 
     evaluations: Mapping[Candidate, Evaluation]
@@ -85,6 +92,9 @@ class Tuning(Shown):
     session: PairSession
     request: TuningPlan
     seconds: float
+    rivals: Mapping[Candidate, Evaluation] = field(default_factory=dict)
+    contests: Sequence[Choice] = ()
+    budget: Sequence[BudgetGain] = ()
 
     def summary(self) -> list[str]:
         best = self.overall
@@ -129,9 +139,11 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
         given = _at_batches(given, request)
     for item in request.what_ifs:
         refuse_rounding(session.llm.pair, session.target, item)
-    _check_journals(request, [*candidates, *request.what_ifs])
+    lookups = [Candidate(trained, name) for name in dict.fromkeys(request.rivals)]
+    _check_journals(request, [*candidates, *lookups, *request.what_ifs])
     evaluations = {item: _measure(session, item, request, progress) for item in candidates}
-    costs = given or _find_step_costs(session, candidates, request, progress)
+    rivals = {item: _measure(session, item, request, progress) for item in lookups}
+    costs = given or _find_step_costs(session, [*candidates, *lookups], request, progress)
     what_ifs = {
         item.name: _measure(session, candidates[-1], request, progress, item)
         for item in request.what_ifs
@@ -146,7 +158,22 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
         session=session,
         request=request,
         seconds=time.perf_counter() - started,
+        rivals=rivals,
+        budget=_budget_gains(evaluations, costs) if request.config.draft_confidence else (),
+        contests=choose(evaluations | rivals, costs, confidence) if rivals else (),
     )
+
+
+def _budget_gains(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts) -> list[BudgetGain]:
+    """Return the gains of a row budget at each batch size with times of the whole block and of a narrowed one."""
+    found = []
+    whole = next(candidate for candidate in evaluations if candidate.way == "whole")
+    for batch in costs.batches:
+        timed = {item: costs.of(item, batch) for item in evaluations if item.way in ("whole", "narrowed")}
+        widths = {item.num_speculative_tokens + 1: fmean(times) for item, times in timed.items() if times is not None}
+        if len(widths) > 1 and whole.num_speculative_tokens + 1 in widths:
+            found += budget_gains(evaluations[whole].blocks, batch, widths)
+    return found
 
 
 def _at_batches(given: StepCosts, request: TuningPlan) -> StepCosts:
@@ -161,7 +188,7 @@ def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequ
         return request.numbers
     if given is None:
         return default_numbers(trained)
-    numbers = sorted({item.num_speculative_tokens for item in given.drafting})
+    numbers = sorted({item.num_speculative_tokens for item in given.drafting if not item.is_lookup})
     if numbers[-1] > trained:
         fitting = ",".join(str(number) for number in numbers if number <= trained)
         raise UsageError(

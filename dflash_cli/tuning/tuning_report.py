@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
+from dflash_cli.acceptance.acceptance_report import Evaluation
+from dflash_cli.acceptance.calibration import Calibration
 from dflash_cli.acceptance.intervals.statistics import Interval, Summary, value_text
 from dflash_cli.comparing.comparison_report import contrast_cells
 from dflash_cli.comparing.contrasts import Contrast
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun
 from dflash_cli.terminal.shown import Table
+from dflash_cli.tuning.budget_gain import BudgetGain
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.round_intervals import mean_interval
 from dflash_cli.tuning.speedups import Choice, Speedup
@@ -29,6 +32,12 @@ in brackets, intervals that hold for all candidates of a batch size together
 * best at its batch size, = not certainly slower than the best"""
 CATEGORY_LEGEND = """best K by category, and its speed-up; r resized, n narrowed
 ? undecided whether drafting pays, - drafting does not pay"""
+RIVAL_LEGEND = """without a draft model: tokens looked up in each request's own text
+marks as above, among candidates and lookups together"""
+BUDGET_LEGEND = """simulated row budget: times as fast as verifying all rows, and as the best width
+requests of two kinds: half nearly rejected, half nearly whole blocks
+rows: per request and step with the budget; width: the best width
+{line}"""
 WHAT_IF_LEGEND = """simulated: values are rounded to the format, and computed in {dtype}
 the format's effect on step times is not simulated"""
 
@@ -100,6 +109,10 @@ class TuneDocument:
     seconds: float
     engines: Annotated[tuple[EngineSettings, ...], "empty if drafting pays at no batch size"]
     caveats: Annotated[tuple[str, ...], NOT_REQUIRED, "batch sizes at which the settings may be slower"] = ()
+    rivals: Annotated[tuple[CandidateEntry, ...], NOT_REQUIRED, "lookups, which draft without a draft model"] = ()
+    contests: Annotated[tuple[Choice, ...], NOT_REQUIRED, "choices among candidates and rivals together"] = ()
+    budget: Annotated[tuple[BudgetGain, ...], NOT_REQUIRED, "simulated, with --budget"] = ()
+    calibration: Annotated[Calibration | None, NOT_REQUIRED, "of the whole block, with --budget"] = None
 
 
 def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocument:
@@ -109,20 +122,13 @@ def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocu
     return TuneDocument(
         draft=tuning.session.references["draft"],
         target=tuning.session.references["target"],
-        candidates=tuple(
-            CandidateEntry(
-                candidate=candidate,
-                total=LengthEntry.of(item.total),
-                categories={name: LengthEntry.of(summary) for name, summary in item.categories.items()},
-            )
-            for candidate, item in tuning.evaluations.items()
-        ),
+        candidates=_entries(tuning.evaluations),
         ways=tuple(WayEntry(number, line) for number, line in tuning.ways.items()),
         step_times=tuning.costs.times,
         choices=tuple(tuning.choices),
         num_speculative_tokens=tuning.overall.num_speculative_tokens if tuning.overall else None,
         schedule=tuple(tuning.schedule),
-        advice=tuple(advice(tuning.choices)),
+        advice=(*advice(tuning.choices), *rival_advice(tuning.contests)),
         what_ifs=tuple(WhatIfEntry(name, line) for name, line in tuning.what_ifs.items()),
         settings=whole.settings,
         prompts=whole.prompts,
@@ -130,6 +136,21 @@ def tune_document(tuning: Tuning, engines: Sequence[EngineSettings]) -> TuneDocu
         seconds=round(tuning.seconds, 6),
         engines=tuple(engines),
         caveats=tuple(caveats(tuning.choices, tuning.overall.num_speculative_tokens)) if tuning.overall else (),
+        rivals=_entries(tuning.rivals),
+        contests=tuple(tuning.contests),
+        budget=tuple(tuning.budget),
+        calibration=whole.calibration,
+    )
+
+
+def _entries(evaluations: Mapping[Candidate, Evaluation]) -> tuple[CandidateEntry, ...]:
+    return tuple(
+        CandidateEntry(
+            candidate=candidate,
+            total=LengthEntry.of(item.total),
+            categories={name: LengthEntry.of(summary) for name, summary in item.categories.items()},
+        )
+        for candidate, item in evaluations.items()
     )
 
 
@@ -151,6 +172,20 @@ def _advice(choice: Choice) -> str:
         return f"{start}drafting does not pay: the best, {number}, is {gain} times as fast; decode plainly"
     more = "measure more prompts or rounds" if best.interval is not None else f"no interval: {best.no_interval}"
     return f"{start}undecided whether drafting pays: the best, {number}, is {gain} times as fast; {more}"
+
+
+def rival_advice(contests: Sequence[Choice]) -> Iterator[str]:
+    """Yield a sentence for each batch size: whether the best K beats the best lookup, over all prompts."""
+    for contest in contests:
+        lookup = next((item for item in contest.speedups if item.candidate.is_lookup), None)
+        own = next((item for item in contest.speedups if not item.candidate.is_lookup), None)
+        if contest.category is not None or lookup is None or own is None:
+            continue
+        is_level = {own.candidate, lookup.candidate} & {*contest.ties}
+        verdict = "is level with" if is_level else "beats" if own is contest.best else "is slower than"
+        number = f"K {own.candidate.num_speculative_tokens}{_way(own.candidate)}"
+        gain = _number(lookup.speedup, lookup.interval)
+        yield f"batch {contest.batch}: {number} {verdict} {lookup.candidate.way} without a draft ({gain} times)"
 
 
 def settings_line(tuning: Tuning) -> str:
@@ -175,6 +210,31 @@ def caveats(choices: Sequence[Choice], number: int) -> Iterator[str]:
     for payoff, batches in found.items():
         meaning = "is slower than plain decoding" if payoff == "does not pay" else "may be slower than plain decoding"
         yield f"caution: K {number} {meaning} at {', '.join(batches)}"
+
+
+def rival_table(tuning: Tuning, batches: Sequence[int]) -> Table:
+    """Return the acceptance length of each lookup and its speed-up by batch size, as columns and rows."""
+    contests = [item for item in tuning.contests if item.category is None and item.batch in batches]
+    columns = ("lookup", "length", *(f"batch {batch}" for batch in batches))
+    rows: list[tuple[str, ...]] = []
+    for candidate, item in tuning.rivals.items():
+        marks = {contest.batch: _mark(contest, candidate) for contest in contests}
+        length = _number(item.total.counts.acceptance_len)
+        rows.append((candidate.way, length, *(marks.get(batch, "-") for batch in batches)))
+    return columns, rows
+
+
+def budget_table(gains: Sequence[BudgetGain]) -> Table:
+    """Return the simulated gains of a row budget, as columns and rows."""
+    columns = ("batch", "requests", "predictions", "all rows", "one width", "rows", "width")
+    rows: list[tuple[str, ...]] = [
+        (
+            str(item.batch), item.requests, item.feature, _number(item.over_all_rows), _number(item.over_one_width),
+            f"{item.rows_per_request:.1f}", str(item.one_width),
+        )
+        for item in gains
+    ]  # fmt: skip
+    return columns, rows
 
 
 def ways_table(tuning: Tuning) -> Table:
@@ -239,6 +299,12 @@ def tables(tuning: Tuning) -> Iterator[tuple[str, Table]]:
         yield f"step times: {tuning.costs.source}", times_table(tuning, batches)
     for batches in _split(tuning.costs.batches, 3):
         yield SPEED_LEGEND, speed_table(tuning, batches)
+    if tuning.rivals:
+        for batches in _split(tuning.costs.batches, 3):
+            yield RIVAL_LEGEND, rival_table(tuning, batches)
+    if tuning.budget:
+        assert tuning.whole.calibration is not None
+        yield BUDGET_LEGEND.format(line=tuning.whole.calibration.line), budget_table(tuning.budget)
     if any(item.category is not None for item in tuning.choices):
         for batches in _split(tuning.costs.batches, 5):
             yield CATEGORY_LEGEND, category_table(tuning, batches)

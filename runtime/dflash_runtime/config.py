@@ -433,6 +433,12 @@ class TargetConfig(TargetFacts):
 class EngineConfig:
     """The settings of an engine. None and "auto" mean: decide from the checkpoints and the machine.
 
+    drafting                 "model" drafts with a draft model. The name of a lookup ("ngram", "suffix") drafts from
+                             each request's own text, without a draft and with synchronous scheduling.
+    draft_confidence         results have the draft's confidence at each position: its largest probability there. Of a
+                             draft with a confidence head they always have the head's predictions.
+    row_budget               give the verified rows of a step to the draft tokens that are most likely accepted, of any
+                             request. Their number has the most expected tokens per second on this GPU.
     max_batched_tokens       the most rows of a step with prompts, prefill and decode together. At least a quarter of
                              them is for prefill.
     kv_dtype                 "fp8" stores keys and values of both models in FP8 (e4m3). Scales of the target's
@@ -470,6 +476,9 @@ class EngineConfig:
     kernels: str = "auto"
     num_draft_tokens: int | None = None
     draft_sampling: str = "greedy"
+    drafting: str = "model"
+    draft_confidence: bool = False
+    row_budget: bool = False
     max_model_len: int | None = None
     max_num_requests: int = 16
     max_batched_tokens: int | None = None
@@ -522,6 +531,11 @@ class EngineConfig:
     def most_exact_requests(self) -> float:
         """The most requests of a step whose blocks give bitwise the results of their rows one at a time."""
         return {"exact": math.inf, "at-once": 0}.get(self.recurrent_rows, EXACT_REQUESTS)
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether drafts are looked up in the text of each request instead of made by a draft model."""
+        return self.drafting != "model"
 
     @property
     def is_async(self) -> bool:

@@ -27,6 +27,7 @@ from dflash_runtime.device.pair_fingerprint import fingerprint
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.documents import copy_fields
+from dflash_runtime.drafts.lookups import lookups
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
@@ -41,9 +42,10 @@ from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams, check_ids
+from dflash_runtime.scheduling.row_budget import BestBudget, RowBudget
 from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_runtime.scheduling.snapshots import SnapshotIndex
-from dflash_runtime.scheduling.width import AdaptiveWidth, WidthPolicy
+from dflash_runtime.scheduling.width import AdaptiveWidth, LookupWidth, StepTimes, WidthPolicy
 from dflash_runtime.transfers import HandoffPlan
 from dflash_runtime.warm_up import warm_up
 
@@ -117,7 +119,9 @@ class LLM:
         max_in_flight = pair.config.max_in_flight if pair.config.is_async else 0
         runner = Runner(pair, num_pages, num_snapshots)
         self._store, self._without_store = open_store(pair, lambda: self.fingerprint, runner.porter)
-        scheduler = Scheduler(pair.limits, pages, cache, find_width_policy(pair, runner))
+        make_index = lookups()[pair.config.drafting] if pair.is_looking_up else None
+        policy, budget = find_width_policy(pair, runner), find_row_budget(pair, runner)
+        scheduler = Scheduler(pair.limits, pages, cache, policy, make_index, budget)
         scheduler.load.keeps_to_ridge = pair.has_graphs
         self.engine = Engine(scheduler, runner, max_in_flight=max_in_flight, seed=pair.config.seed)
         self._decode = self.tokenizer.decode if self.tokenizer is not None else None
@@ -418,17 +422,35 @@ class LLM:
 
 
 def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:
-    """The adaptive width policy. None, to verify whole blocks, if it is off or step times cannot be measured."""
+    """The width policy of a lookup, or of adaptive width. None, to verify whole blocks, if neither is on or step times
+    cannot be measured.
+    """
+    if pair.is_looking_up:
+        return LookupWidth(pair.limits.num_draft_tokens)
     if not pair.config.adaptive_width or runner.draft is None:
         return None
+    times = _measured_times(runner, "adaptive width")
+    return AdaptiveWidth(times, pair.limits.num_draft_tokens) if times is not None else None
+
+
+def find_row_budget(pair: LoadedPair, runner: Runner) -> RowBudget | None:
+    """The row budget. None, to verify whole blocks, if it is off or step times cannot be measured."""
+    if not pair.config.row_budget or runner.draft is None:
+        return None
+    times = _measured_times(runner, "the row budget")
+    return BestBudget(times) if times is not None else None
+
+
+def _measured_times(runner: Runner, feature: str) -> StepTimes | None:
+    """The step times of a runner, or None with a warning that the feature is off."""
     if runner.graphs is None:
-        logger.warning("adaptive width is off: the steps of these models are not captured, so their times are unknown")
+        logger.warning("%s is off: the steps of these models are not captured, so their times are unknown", feature)
         return None
     try:
-        return AdaptiveWidth(find_step_times(runner), pair.limits.num_draft_tokens)
+        return find_step_times(runner)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-        logger.warning("adaptive width is off: memory does not hold all the steps that it would measure")
+        logger.warning("%s is off: memory does not hold all the steps that it would measure", feature)
         return None
 
 

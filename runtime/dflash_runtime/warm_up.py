@@ -69,14 +69,16 @@ def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) ->
     block = limits.num_lookahead_tokens
     spare = rows_to_ridge(bucket) if limits.max_num_requests > 1 else 0
     asked = {min(item.verify_width or block, block) for item in params}
+    budget = engine.scheduler.row_budget
     sizes = [
-        (width, num_prompt_rows)
+        (width, num_prompt_rows, mean_width)
         for width in reversed(policy.candidates(bucket, asked))
         for num_prompt_rows in ([spare, 0] if spare and width == 1 else [0])
+        for mean_width in (budget.candidates(bucket, width) if budget is not None and width > 1 else [0])
     ]
     return [
-        StepMode(width, is_greedy, has_filters, num_prompt_rows)
-        for width, num_prompt_rows in sizes for is_greedy, has_filters in kinds_of(params)
+        StepMode(width, is_greedy, has_filters, num_prompt_rows, mean_width)
+        for width, num_prompt_rows, mean_width in sizes for is_greedy, has_filters in kinds_of(params)
     ]  # fmt: skip
 
 

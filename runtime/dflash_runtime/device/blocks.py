@@ -10,6 +10,7 @@ from torch import Tensor
 from dflash_kernels.sampling import Distribution
 from dflash_kernels.step_rows import StepRows
 from dflash_runtime.device.decode_graphs import StepMode
+from dflash_runtime.device.shared_rows import GivenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Proposal:
     token_ids: Tensor  # [R, W - 1] ids of the target; negative at positions without a draft token
     distribution: Distribution | Tensor | None = None  # over ids of the draft
     confidences: Tensor | None = None  # [R, W - 1] predictions that the target accepts, if the draft makes them
+    features: Tensor | None = None  # [R, W - 1] their logits before a fit, with a row budget
 
     @classmethod
     def empty(cls, anchors: Tensor) -> "Proposal":
@@ -47,15 +49,20 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks that a decode step verifies, W rows of each of R requests."""
+    """The blocks that a decode step verifies, W rows of each of R requests. `given` has the rows that are run."""
 
     rows: Tensor  # [R] rows of the state
     step: StepRows
     page_table: Tensor
     sampling: Sampling
     proposal: Proposal
-    token_ids: Tensor  # [R * W]
+    token_ids: Tensor  # [R * W], or [n] of the given rows
     positions: Tensor  # [R, W]
+    given: GivenRows | None = None  # None for all rows
+
+    def run(self, values: Tensor) -> Tensor:
+        """Values of whole blocks [R, W] -> of the rows that are run, [R * W] or [n]."""
+        return values.flatten() if self.given is None else values.flatten()[self.given.places]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,22 +35,27 @@ takes about as long as one step of the batch, and thousands of such steps follow
 class StepMode:
     """The host's choices for a step: rows to verify per block, how tokens are sampled, and room for prompt rows.
 
-    With a verify width of 1 the draft does not run; that is plain decoding.
+    With a verify width of 1 the draft does not run; that is plain decoding. With a `mean_width` the step runs as many
+    rows for each request on average, the rows with the best survivals. 0 stands for the verify width.
     """
 
     verify_width: int
     is_greedy: bool
     has_filters: bool
     num_prompt_rows: int = 0
+    mean_width: int = 0
 
     @classmethod
-    def of(cls, requests: Sequence[Request], verify_width: int = 1, num_prompt_rows: int = 0) -> "StepMode":
+    def of(
+        cls, requests: Sequence[Request], verify_width: int = 1, num_prompt_rows: int = 0, mean_width: int = 0
+    ) -> "StepMode":
         """The mode of a step that samples tokens for these requests."""
         return cls(
             verify_width=verify_width,
             is_greedy=all(request.params.is_greedy for request in requests),
             has_filters=any(request.params.has_filters for request in requests),
             num_prompt_rows=num_prompt_rows,
+            mean_width=mean_width,
         )
 
 

@@ -14,6 +14,7 @@ from dflash_kernels.delta_rule import Gates
 from dflash_kernels.rope_store import KVPlace
 from dflash_runtime.device.kv import PagedAttention
 from dflash_runtime.device.prefill import RaggedAttention
+from dflash_runtime.device.shared_rows import SharedAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +24,17 @@ class JoinedAttention:
     With `prompt_stream`, the attention of prompts runs in parallel with the attention of blocks.
     """
 
-    blocks: PagedAttention
+    blocks: PagedAttention | SharedAttention
     prompts: RaggedAttention
     slots: Tensor  # [T]
     prompt_stream: torch.cuda.Stream | None = None
 
     @classmethod
     def join(
-        cls, blocks: PagedAttention, prompts: RaggedAttention, prompt_stream: torch.cuda.Stream | None = None
+        cls,
+        blocks: PagedAttention | SharedAttention,
+        prompts: RaggedAttention,
+        prompt_stream: torch.cuda.Stream | None = None,
     ) -> "JoinedAttention":
         """Join the attention of blocks and prompts."""
         assert blocks.slots is not None

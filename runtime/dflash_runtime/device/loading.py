@@ -30,6 +30,8 @@ from dflash_runtime.device.settings import (
 from dflash_runtime.device.splitting import check_split
 from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
+from dflash_runtime.drafts.lookups import lookups
+from dflash_runtime.errors import UsageError
 from dflash_runtime.models.kv_scales import read_kv_scales
 from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.placement import Placement
@@ -79,6 +81,11 @@ class LoadedPair:
         return is_safe and can_capture(self.config, self.placement.device, self.placement.kernels)
 
     @property
+    def is_looking_up(self) -> bool:
+        """Whether drafts are looked up in the text of each request."""
+        return self.config.is_lookup and self.limits.num_draft_tokens > 0
+
+    @property
     def has_prefix_cache(self) -> bool:
         """Whether prompts with the same beginning share pages. A target with its own cache keeps its KV elsewhere."""
         return self.config.prefix_cache and self.target.config.own_cache is None
@@ -107,7 +114,13 @@ class LoadedPair:
 
     def without_draft(self) -> "LoadedPair":
         """The pair without its draft, for plain decoding."""
-        return replace(self, draft=None, draft_weights=None, limits=replace(self.limits, num_draft_tokens=0))
+        config, limits = replace(self.config, drafting="model"), replace(self.limits, num_draft_tokens=0)
+        return replace(self, draft=None, draft_weights=None, config=config, limits=limits)
+
+    def with_lookup(self, name: str) -> "LoadedPair":
+        """The target with a lookup instead of the draft, and as many draft tokens. Its steps are synchronous."""
+        config = replace(self.config, drafting=name, scheduling="sync", draft_sampling="greedy", adaptive_width=False)
+        return replace(self, draft=None, draft_weights=None, config=config)
 
 
 def load_pair(
@@ -120,11 +133,11 @@ def load_pair(
     Raises:
         PairMismatch: the draft was not made for the target.
         UsageError: the config asks for more draft tokens than the draft was trained for, for an unknown device, or for
-            another number of ranks.
+            another number of ranks; or there is a draft beside a lookup.
         UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
         CapacityError: memory does not hold the pair, according to the sizes in its headers.
     """
-    config = config or EngineConfig()
+    config = _checked(config or EngineConfig(), draft)
     check_split(target, config, ranks)
     runtime, target_config = find_target_runtime(target, config.wanted_runtime)
     target_config = share_config(target_config, ranks.size)
@@ -178,6 +191,17 @@ def load_pair(
         torch.cuda.synchronize(device)
     logger.info("loaded weights onto %s in %.1f s", device, time.perf_counter() - started)
     return pair
+
+
+def _checked(config: EngineConfig, draft: DraftLike | None) -> EngineConfig:
+    if config.is_lookup:
+        lookups()[config.drafting]
+        if draft is not None:
+            raise UsageError(
+                f"a draft does not go with drafting {config.drafting}, which needs none",
+                id="draft-beside-lookup", field="drafting", found=config.drafting,
+            )  # fmt: skip
+    return config
 
 
 def _place(

@@ -206,7 +206,8 @@ def scratch_bytes(
     shared = max(forward, kept + decode) + _table_bytes(config, limits)
     if not config.graphs or placement.kernels.name != "triton" or placement.device.type != "cuda":
         return shared
-    widths = len(widths_for(limits.num_draft_tokens)) if config.adaptive_width else 1
+    has_widths = config.adaptive_width or config.is_lookup or config.row_budget
+    widths = len(widths_for(limits.num_draft_tokens)) if has_widths else 1
     graphs = (NUM_GRAPHS * widths + len(row_buckets(limits.max_rows, target))) * GRAPH_BYTES
     if config.adaptive_width or not limits.num_draft_tokens:
         # Plain steps are captured twice: with room for prompts, and without.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.step_rows import NUM_FIELDS
+from dflash_runtime.device.shared_rows import UNVERIFIED
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.batch import Batch, Chunk, StepOutput
 from dflash_runtime.scheduling.request import Request
@@ -82,9 +83,12 @@ def read_confidences(values: Tensor) -> list[tuple[float | None, ...]]:
 
 def _output(row: Sequence[int], width: int, confidences: tuple[float | None, ...]) -> StepOutput:
     num_committed, num_accepted, is_drafting, is_done, num_finite, generation = row[:NUM_FIELDS]
+    draft_ids = list(row[NUM_FIELDS + width :])
+    if UNVERIFIED in draft_ids:
+        draft_ids = draft_ids[: draft_ids.index(UNVERIFIED)]
     return StepOutput(
         token_ids=list(row[NUM_FIELDS : NUM_FIELDS + min(num_committed, num_finite)]),
-        draft_ids=list(row[NUM_FIELDS + width :]) if is_drafting else [],
+        draft_ids=draft_ids if is_drafting else [],
         num_accepted=num_accepted if is_drafting else None,
         is_done=bool(is_done),
         generation=generation,

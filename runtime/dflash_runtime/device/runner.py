@@ -25,12 +25,15 @@ prefill, F fresh requests among them, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from dflash_kernels.sampling import Chosen
 from dflash_kernels.step_rows import Bounds, StepRows
 from dflash_kernels.uniform import DRAFT
+from dflash_runtime.device.acceptance_model import OnlineAcceptance, features_of, largest_probabilities
 from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.joined_attention import JoinedAttention
@@ -42,6 +45,7 @@ from dflash_runtime.device.prefill import PromptLayout, PromptRows
 from dflash_runtime.device.prompt_room import PromptRoom
 from dflash_runtime.device.recurrent import BlockRecall, RecurrentStates, recall_alone
 from dflash_runtime.device.results import PendingForward, with_confidences
+from dflash_runtime.device.shared_rows import GivenRows, SharedAttention, give_rows
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
 from dflash_runtime.drafts.draft import Draws, WalkingDraft, draft_places
@@ -53,6 +57,7 @@ from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.limits import rows_to_ridge
 from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.text_index import padded
 
 REGRET_ROWS = 256
 """Rows whose logits are computed at a time for `regrets`. The logits of a whole text may not fit into memory."""
@@ -73,6 +78,7 @@ class Runner:
         self.page_size = page_size = pair.config.page_size
         self._walks = isinstance(pair.draft, WalkingDraft)
         self.samples_drafts = pair.config.draft_sampling == "probabilistic"
+        self._has_confidences = pair.config.draft_confidence or pair.config.row_budget
         self.texts = Texts(self.target) if isinstance(self.target, OwnCacheTarget) else None
         num_target_pages = num_pages if self.texts is None else 0
         self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement, pair.kv_scales)
@@ -106,6 +112,7 @@ class Runner:
             mask_id=self.draft.config.mask_token_id if self.draft else 0,
         )
         self._taps = self.draft.config.target_layer_ids if self.draft else ()
+        self._looked_up, self.acceptance = _no_drafts(pair), _first_acceptance(pair)
         self.graphs: DecodeGraphs | None = None
         self.pieces: PiecewiseGraphs | None = None
         self._rooms: dict[int, PromptRoom] = {}
@@ -127,6 +134,7 @@ class Runner:
         """Queue one step on the pair's device, even if another device is current. None if there is nothing to run."""
         with as_current(self.device):
             self._admit(batch)
+            self._store_drafts(batch)
             room = self.room_beside(batch)
             prompts = self._layout.lay_out(batch.chunks) if batch.chunks and room is None else None
             results: Results = []
@@ -137,13 +145,15 @@ class Runner:
                 if batch.decode and self.graphs is not None:
                     results += self._replay(self.graphs, batch, room)
                 elif batch.decode:
-                    rows, mode = self._upload.ints(_rows(batch)), StepMode.of(batch.decode, batch.verify_width)
-                    results.append((batch.decode, self._decode(rows, mode, batch.longest)[0]))
+                    rows = self._upload.ints(_rows(batch))
+                    results.append((batch.decode, self._decode(rows, _mode_of(batch), batch.longest)[0]))
                 if prompts is not None:
                     first, context = self._prefill(prompts)
                     results.append((prompts.fresh, first))
             pending = PendingForward.send(results, self.device, batch) if results else None
             self._write_context(context)  # after the results: only the next step's drafts read it
+            if self.acceptance is not None and batch.decode:
+                self.acceptance.count_step()
             return pending
 
     def _admit(self, batch: Batch) -> None:
@@ -155,6 +165,14 @@ class Runner:
             self.states.pool.admit(batch.admitted, self.states.state_lens, self._upload)
         num_rows = self.limits.num_lookahead_tokens
         self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
+
+    def _store_drafts(self, batch: Batch) -> None:
+        """Copy the drafts of a lookup to the rows of their requests, where a captured step reads them."""
+        if self._looked_up is not None and batch.decode:
+            num_drafts = self._looked_up.shape[1]
+            ids = [token for drafted in batch.looked_up for token in padded(drafted, num_drafts)]
+            rows, sent = self._upload.lists(_rows(batch), ids)
+            self._looked_up.index_copy_(0, rows, sent.view(-1, num_drafts))
 
     def room_beside(self, batch: Batch) -> PromptRoom | None:
         """The room for this batch's chunks in a captured decode step. None if they do not fit in one."""
@@ -172,7 +190,7 @@ class Runner:
     def _replay(self, graphs: DecodeGraphs, batch: Batch, room: PromptRoom | None) -> Results:
         """Replay a captured decode step, with the batch's chunks if there is a room for them."""
         if room is None:
-            packed, *_ = graphs.replay(_rows(batch), StepMode.of(batch.decode, batch.verify_width))
+            packed, *_ = graphs.replay(_rows(batch), _mode_of(batch))
             return [(batch.decode, packed)]
         fresh = tuple(chunk.request for chunk in batch.chunks if chunk.is_last)
         mode = StepMode.of((*batch.decode, *fresh), batch.verify_width, room.num_rows)
@@ -198,13 +216,13 @@ class Runner:
             return packed, first
         if self.texts is None:
             attend = self._attend_target(blocks)
-            hidden, features = self.target(blocks.token_ids, blocks.positions.flatten(), attend, self._taps)
+            hidden, features = self.target(blocks.token_ids, blocks.run(blocks.positions), attend, self._taps)
         else:
             ids, lens = blocks.token_ids.view(len(rows), -1), blocks.step.context_lens
             hidden, features = self.texts.verify(rows.tolist(), lens.tolist(), ids, self._taps)
         packed, slots = self._accept(blocks, hidden)
         # A later step reads all context KV below kv_len, so committed rows get theirs here, drafted or not.
-        self._write_context(ContextRows(features, blocks.positions, slots))
+        self._write_context(ContextRows(features, blocks.run(blocks.positions), slots))
         return (packed,)
 
     def _decode_and_prefill(self, batch: Batch, prompts: PromptRows) -> tuple[Results, ContextRows]:
@@ -212,7 +230,7 @@ class Runner:
         rows = _rows(batch)
         # Padded to a number of rows that is captured at start, so its kernels are compiled already.
         padded = self._upload.ints(self.graphs.padded(rows) if self.graphs is not None else rows)
-        blocks = self._draft_blocks(padded, StepMode.of(batch.decode, batch.verify_width), batch.longest)
+        blocks = self._draft_blocks(padded, _mode_of(batch), batch.longest)
         packed, first, context = self._run_joined(blocks, prompts, self.pieces or self.target)
         return [(batch.decode, packed[: len(rows)]), (prompts.fresh, first)], context
 
@@ -226,12 +244,12 @@ class Runner:
         """Run one forward, blocks first -> packed results of blocks and of fresh requests, and context KV to write."""
         count = len(blocks.token_ids)
         attend = JoinedAttention.join(self._attend_target(blocks), prompts.attend, prompt_stream)
-        positions = torch.cat((blocks.positions.flatten(), prompts.positions))
+        positions = torch.cat((blocks.run(blocks.positions), prompts.positions))
         token_ids = torch.cat((blocks.token_ids, prompts.token_ids))
         wanted = torch.cat((torch.arange(count, device=self.device), prompts.wanted + count))
         hidden, features = target(token_ids, positions, attend, self._taps, wanted)
         packed, slots = self._accept(blocks, hidden[:count])
-        context = ContextRows(features, positions, torch.cat((slots.flatten(), prompts.slots)))
+        context = ContextRows(features, positions, torch.cat((slots, prompts.slots)))
         return packed, self._start(prompts, hidden[count:]), context
 
     def _prefill(self, prompts: PromptRows) -> tuple[Tensor | None, ContextRows | None]:
@@ -325,27 +343,54 @@ class Runner:
         step = self.kernels.open_step(self.state.row_state, rows, block, width, self._bounds)
         page_table = self._page_table(rows, None if longest is None else longest + width)
         sampling = self._sampling(rows, mode)
-        proposal = self._propose(step, page_table, sampling) if width > 1 else Proposal.empty(rows)
+        proposal = self._propose(rows, step, page_table, sampling) if width > 1 else Proposal.empty(rows)
         # A draft may leave a position empty with a negative id, which is never accepted. The embedding lacks rows for
         # negative ids, so the target reads id 0.
         ids = torch.cat((step.block_ids[:, :1], proposal.token_ids.clamp(min=0)), dim=1)
-        return Blocks(rows, step, page_table, sampling, proposal, ids.flatten(), step.positions[:, :width])
+        blocks = Blocks(rows, step, page_table, sampling, proposal, ids.flatten(), step.positions[:, :width])
+        return blocks if self.acceptance is None or width == 1 else self._share(blocks, self.acceptance)
+
+    def _share(self, blocks: Blocks, acceptance: OnlineAcceptance) -> Blocks:
+        """Predict the acceptance of drafts, and give the rows of the step to the best survivals."""
+        step, proposal, mode = blocks.step, blocks.proposal, blocks.sampling.mode
+        assert proposal.confidences is not None, "a draft with confidences"
+        features = features_of(proposal.confidences)
+        likely = acceptance.likely(features)
+        proposal = replace(proposal, confidences=likely, features=features)
+        if not mode.mean_width:
+            return replace(blocks, proposal=proposal)
+        place = torch.arange(likely.shape[1], device=self.device)
+        survivals = torch.where(place < step.max_accepted[:, None], likely.cumprod(1), 0)
+        given = give_rows(survivals, len(likely) * mode.mean_width)
+        step = step._replace(max_accepted=torch.minimum(step.max_accepted, given.widths - 1))
+        proposal = replace(proposal, token_ids=given.drafts(proposal.token_ids))
+        return replace(blocks, step=step, proposal=proposal, token_ids=blocks.token_ids[given.places], given=given)
 
     def _accept(self, blocks: Blocks, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Accept drafts by hidden states [R * W, hidden] -> packed results [R, ...], slots of committed rows [R, W]."""
+        """Accept drafts by hidden states of the rows that are run -> packed results [R, ...], slots of these rows.
+
+        Rows that are not committed have slot PAD.
+        """
         step, proposal = blocks.step, blocks.proposal
         chosen, max_accepted, is_finite = self._choose(
-            hidden, blocks.positions, blocks.sampling, proposal, step.max_accepted
+            hidden, blocks.positions, blocks.sampling, proposal, step.max_accepted, blocks.given
         )
         packed, slots = self.kernels.close_step(
             self.state.row_state, blocks.rows, step, proposal.token_ids, chosen, max_accepted, is_finite
         )
         if self.states is not None:
             self.states.pool.keep_passed(blocks.rows, step, self.state, self.states.state_lens)
-        return with_confidences(packed, proposal.confidences), slots
+        if self.acceptance is not None and proposal.features is not None:
+            self.acceptance.observe(proposal.features, packed[:, 1], torch.where(step.can_draft, step.max_accepted, 0))
+        return with_confidences(packed, proposal.confidences), blocks.run(slots)
 
-    def _propose(self, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
-        """Draft whole blocks [R, N] -> the tokens to verify. The block's K and V are not stored in pages."""
+    def _propose(self, rows: Tensor, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
+        """Draft whole blocks [R, N] -> the tokens to verify. The block's K and V are not stored in pages.
+
+        A lookup has drafted on the host.
+        """
+        if self._looked_up is not None:
+            return Proposal(self._looked_up[rows, : sampling.mode.verify_width - 1])
         assert self.draft is not None
         assert self.draft_kv is not None
         config = self.draft.config
@@ -359,15 +404,22 @@ class Runner:
             draws = None if is_greedy else Draws(sampling.temperatures, sampling.seeds, drafted)
             assert isinstance(self.draft, WalkingDraft)
             walked = self.draft.propose(step.block_ids, step.positions, attend, num_drafts, draws)
-            return Proposal(self._to_target(walked.token_ids), walked.distribution, walked.confidences)
+            confidences = self._confidences(walked.logits) if walked.confidences is None else walked.confidences
+            return Proposal(self._to_target(walked.token_ids), walked.distribution, confidences)
         logits = self.draft.logits(step.block_ids, step.positions, attend, num_drafts)
+        confidences = self._confidences(logits)
         if is_greedy:
-            return Proposal(self._to_target(self.kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)))
+            best = self.kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)
+            return Proposal(self._to_target(best), confidences=confidences)
         drawn = self.kernels.sample(
             logits.flatten(0, 1), *sampling.filters(), sampling.seeds, step.positions[:, 1 : 1 + num_drafts].flatten(),
             has_filters=sampling.mode.has_filters, purpose=DRAFT,
         )  # fmt: skip
-        return Proposal(self._to_target(drawn.token_ids.view(-1, num_drafts)), drawn.distribution)
+        return Proposal(self._to_target(drawn.token_ids.view(-1, num_drafts)), drawn.distribution, confidences)
+
+    def _confidences(self, logits: Tensor | None) -> Tensor | None:
+        """The draft's largest probability at each position of logits [R, K, V'], if it is asked for."""
+        return largest_probabilities(logits) if self._has_confidences and logits is not None else None
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of the draft's token ids."""
@@ -375,7 +427,13 @@ class Runner:
         return draft_ids if self.draft.target_ids is None else self.draft.target_ids[draft_ids]
 
     def _choose(
-        self, hidden: Tensor, positions: Tensor, sampling: Sampling, proposal: Proposal, max_accepted: Tensor
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        sampling: Sampling,
+        proposal: Proposal,
+        max_accepted: Tensor,
+        given: GivenRows | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Choose the target's token after each row of hidden states [T, hidden].
 
@@ -383,28 +441,41 @@ class Runner:
         from logits that are not finite must not be committed. Sampled drafts are accepted or rejected by their
         distribution. A greedy draft is accepted if it equals the target's choice.
         """
-        logits = self.target.head(hidden)
-        token_ids, is_finite, distribution = self.kernels.sample(
-            logits, *sampling.filters(), sampling.seeds, sampling.after(positions.flatten()),
-            is_greedy=sampling.mode.is_greedy, has_filters=sampling.mode.has_filters,
-        )  # fmt: skip
+        token_ids, is_finite, distribution = self._sample(hidden, positions, sampling, given)
         chosen = token_ids.view_as(positions)
         if proposal.distribution is not None:
+            assert distribution is not None, "a step that samples"
+            if given is not None:
+                distribution = given.spread(distribution, sampling.temperatures)
             max_accepted, chosen = self.kernels.reject(
                 proposal.token_ids, chosen, distribution, proposal.distribution, self._draft_ids,
                 sampling.seeds, positions[:, 1], max_accepted,
             )  # fmt: skip
         return chosen, max_accepted, is_finite.view_as(positions)
 
-    def _attend_target(self, blocks: Blocks) -> PagedAttention:
+    def _sample(self, hidden: Tensor, positions: Tensor, sampling: Sampling, given: GivenRows | None) -> Chosen:
+        """The target's token after each row [R * W]. A row that is not among the given ones repeats one before it.
+
+        The distributions belong to the rows of `hidden`.
+        """
+        logits, after = self.target.head(hidden), sampling.after(positions.flatten())
+        ways = {"is_greedy": sampling.mode.is_greedy, "has_filters": sampling.mode.has_filters}
+        if given is None:
+            return self.kernels.sample(logits, *sampling.filters(), sampling.seeds, after, **ways)
+        asked = (given.requests(item) for item in (*sampling.filters(), sampling.seeds))
+        chosen = self.kernels.sample(logits, *asked, after[given.places], **ways)
+        return chosen._replace(token_ids=chosen.token_ids[given.sources], is_finite=chosen.is_finite[given.sources])
+
+    def _attend_target(self, blocks: Blocks) -> PagedAttention | SharedAttention:
         """The target's attention over the pages of blocks. It also stores the KV of verified rows."""
         step, page_table = blocks.step, blocks.page_table
         config = self.target.config
         causal, lens = (True,) * config.num_layers, step.context_lens
         memory = None if self.states is None else BlockRecall.of(self.states, blocks.rows, lens)
-        return PagedAttention(
+        attend = PagedAttention(
             self.kernels, self.target_kv, page_table, lens, causal, config.windows, step.slots, memory
         )
+        return attend if blocks.given is None else SharedAttention(attend, blocks.given, blocks.run(step.slots))
 
     def _write_context(self, rows: ContextRows | None) -> None:
         """Write the draft's context KV of rows. Rows with slot PAD are dropped."""
@@ -429,6 +500,24 @@ class Runner:
         return Sampling(
             state.temperatures[chosen], state.top_ks[chosen], state.top_ps[chosen], state.seeds[chosen], mode
         )
+
+
+def _no_drafts(pair: LoadedPair) -> Tensor | None:
+    """Drafts of a lookup by row of the state, [B, K], -1 for none. None without a lookup."""
+    if not pair.is_looking_up:
+        return None
+    size = pair.limits.max_num_requests + 1, pair.limits.num_draft_tokens
+    return torch.full(size, -1, dtype=torch.int64, device=pair.placement.device)
+
+
+def _first_acceptance(pair: LoadedPair) -> OnlineAcceptance | None:
+    """The model by which rows are given, or None without a row budget."""
+    has_budget = pair.config.row_budget and pair.draft is not None
+    return OnlineAcceptance(pair.limits.num_draft_tokens, pair.placement.device) if has_budget else None
+
+
+def _mode_of(batch: Batch) -> StepMode:
+    return StepMode.of(batch.decode, batch.verify_width, mean_width=batch.mean_width)
 
 
 def _rows(batch: Batch) -> list[int]:

@@ -114,10 +114,36 @@ def apply_exclusions(
         config = replace(config, scheduling="sync")
         text = "asynchronous scheduling is off: reference kernels on a GPU wait for the device in every step"
         warnings.append(Notice(text, id="no-async-scheduling"))
+    if config.is_async and config.is_lookup:
+        config = replace(config, scheduling="sync")
+        text = f"asynchronous scheduling is off: {config.drafting} looks up drafts in the tokens that steps committed"
+        warnings.append(Notice(text, id="no-async-lookup"))
+    if config.draft_sampling == "probabilistic" and config.is_lookup:
+        config = replace(config, draft_sampling="greedy")
+        text = f"probabilistic drafting is off: {config.drafting} looks up tokens instead of drawing them"
+        warnings.append(Notice(text, id="no-probabilistic-lookup"))
     if config.draft_sampling == "probabilistic" and num_draft_tokens == 0:
         config = replace(config, draft_sampling="greedy")
         text = "probabilistic drafting is off: plain decoding (-k 0) drafts no tokens"
         warnings.append(Notice(text, id="no-probabilistic-drafting"))
+    if config.adaptive_width and config.is_lookup:
+        config = replace(config, adaptive_width=False)
+        text = f"adaptive width is off: {config.drafting} drafts as many tokens as it finds"
+        warnings.append(Notice(text, id="no-adaptive-lookup"))
+    if config.row_budget and config.is_lookup:
+        config = replace(config, row_budget=False)
+        warnings.append(
+            Notice(
+                f"the row budget is off: {config.drafting} looks up tokens without probabilities", id="no-lookup-budget"
+            )
+        )
+    if config.row_budget and not can_capture(config, placement.device, placement.kernels):
+        config = replace(config, row_budget=False)
+        text = "the row budget is off: it needs step times, which are measured only with CUDA graphs"
+        warnings.append(Notice(text, id="no-row-budget"))
+    if config.row_budget and config.adaptive_width:
+        config = replace(config, adaptive_width=False)
+        warnings.append(Notice("adaptive width is off: the row budget chooses the rows", id="no-width-beside-budget"))
     if config.adaptive_width and not can_capture(config, placement.device, placement.kernels):
         config = replace(config, adaptive_width=False)
         text = "adaptive width is off: it needs step times, which are measured only with CUDA graphs"

@@ -120,6 +120,7 @@ def describe(runner: Runner) -> dict[str, Any]:
         "draft_sampling": "probabilistic" if runner.samples_drafts else "greedy",
         "most_exact_requests": None if runner.states is None else str(runner.states.most_exact),
         "num_draft_tokens": limits.num_draft_tokens,
+        "row_budget": runner.acceptance is not None,
         "max_num_requests": limits.max_num_requests,
         "max_model_len": limits.max_model_len,
         "page_size": runner.page_size,
@@ -143,6 +144,9 @@ def _replay_ms(runner: Runner, batch: int, width: int) -> float:
     """Milliseconds of a captured greedy step of `batch` padding rows."""
     assert runner.graphs is not None
     graphs, mode = runner.graphs, StepMode(verify_width=width, is_greedy=True, has_filters=False)
+    block = runner.limits.num_lookahead_tokens
+    if runner.acceptance is not None and 1 < width < block:  # a row budget gives as many rows on average
+        mode = StepMode(block, is_greedy=True, has_filters=False, mean_width=width)
     rows = [runner.limits.max_num_requests] * batch
     return _milliseconds(runner.device, lambda: graphs.replay(rows, mode))
 

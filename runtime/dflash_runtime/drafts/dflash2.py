@@ -150,7 +150,7 @@ class DFlash2Draft(DFlashDraft):
             values.view_as(candidates), candidates, projected, self._codebooks, anchors, how
         )
         if draws is None:
-            return Drawn(walk.token_ids)
+            return Drawn(walk.token_ids, logits=logits)
         scores = torch.full(logits.shape, -torch.inf, dtype=walk.scores.dtype, device=logits.device)
         scores.scatter_(-1, candidates, walk.scores)
         whole, all_ids = torch.ones_like(draws.temperatures), torch.zeros_like(draws.seeds)
@@ -158,7 +158,7 @@ class DFlash2Draft(DFlashDraft):
             scores.flatten(0, 1), draws.temperatures, all_ids, whole, draws.seeds, draws.positions.flatten(),
             has_filters=False, purpose=DRAFT,
         )  # fmt: skip
-        return Drawn(walk.token_ids, described.distribution)
+        return Drawn(walk.token_ids, described.distribution, logits=logits)
 
     def logits_along(self, block_ids: Tensor, positions: Tensor, attend: Attend, text: Tensor) -> Tensor:
         """See `drafts.draft.WalkingDraft`."""

@@ -71,12 +71,14 @@ class Draws:
 class Drawn(NamedTuple):
     """Drafted tokens, [R, K] int64 ids of the draft, and the R * K distributions they were drawn from, if any were.
 
-    `confidences` [R, K] are the draft's predictions that the target accepts a token, if the draft makes them.
+    `confidences` [R, K] are the draft's predictions that the target accepts a token, if the draft makes them. `logits`
+    [R, K, V'] belong to the positions, before or after the walk.
     """
 
     token_ids: Tensor
     distribution: Distribution | Tensor | None = None
     confidences: Tensor | None = None
+    logits: Tensor | None = None
 
 
 @runtime_checkable

@@ -130,7 +130,7 @@ class DSparkDraft(DFlashDraft):
         """Choose the tokens of blocks [R, N] from the hidden states of `_read_block`."""
         logits = self._score(hidden).view(len(block_ids), num_drafts, -1)
         if self._markov is not None and self._markov.inner is None and draws is None:
-            return Drawn(self._best(self._markov, logits, block_ids[:, 0].contiguous()))
+            return Drawn(self._best(self._markov, logits, block_ids[:, 0].contiguous()), logits=logits)
         if self._markov is not None:
             logits = self._limit(logits)
         return self._walk(logits, hidden.view(len(block_ids), num_drafts, -1), block_ids[:, 0], anchors, draws)
@@ -181,8 +181,8 @@ class DSparkDraft(DFlashDraft):
             drafted.append(chosen)
         token_ids = torch.stack(drafted, 1)
         if draws is None:
-            return Drawn(token_ids)
-        return Drawn(token_ids, self._sample(logits.flatten(0, 1), draws, draws.positions).distribution)
+            return Drawn(token_ids, logits=logits)
+        return Drawn(token_ids, self._sample(logits.flatten(0, 1), draws, draws.positions).distribution, logits=logits)
 
     def _first_state(self, markov: MarkovHead, hidden: Tensor, tokens: Tensor, anchors: Tensor | None) -> Tensor:
         """The state of the bias [R, E] before the first drafted position; see `_walk`."""

@@ -31,7 +31,8 @@ class Witness:
             return
         decode = [(item.index, item.row) for item in batch.decode]
         chunks = [(item.request.index, item.start, item.end) for item in batch.chunks]
-        self._note((decode, chunks, batch.verify_width, [(item.row, item.pages) for item in batch.additions]))
+        additions = [(item.row, item.pages) for item in batch.additions]
+        self._note((decode, chunks, batch.verify_width, batch.mean_width, additions))
         self._num_steps += 1
         if self._num_steps % STEPS_PER_LOOK == 0:
             self.compare()

@@ -35,7 +35,9 @@ class Batch:
     """One step: requests admitted, pages added, chunks to prefill, requests to decode, and hand-offs to load.
 
     Chunks and blocks share one forward. `longest` is an upper bound on the true KV length of every decoding request.
-    The step verifies the first `verify_width` rows of each block. With width 1 it drafts nothing.
+    The step verifies the first `verify_width` rows of each block. With width 1 it drafts nothing. With a
+    `mean_width` below that, requests get as many rows on average. `looked_up` has the draft tokens of each decoding
+    request, if a lookup drafts.
     """
 
     admitted: tuple[Request, ...] = ()
@@ -44,7 +46,9 @@ class Batch:
     decode: tuple[Request, ...] = ()
     longest: int = 0
     verify_width: int = 1
+    mean_width: int = 0
     loads: tuple[Request, ...] = ()
+    looked_up: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -57,7 +61,7 @@ class Batch:
     @property
     def num_rows(self) -> int:
         """Rows that go through the target: prompt rows, and the verified rows of blocks."""
-        return len(self.decode) * self.verify_width + self.num_prompt_rows
+        return len(self.decode) * (self.mean_width or self.verify_width) + self.num_prompt_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from dflash_runtime.config import DraftConfig, EngineConfig
 from dflash_runtime.errors import UsageError
+from dflash_runtime.scheduling.text_index import LOOKED_UP_TOKENS, MOST_LOOKED_UP_TOKENS
 
 PROMPT_SHARE = 4
 """Prompts get at least 1/PROMPT_SHARE of the rows of a step, however many requests decode."""
@@ -76,11 +77,13 @@ class Limits:
 
 
 def resolve_num_drafts(config: EngineConfig, draft: DraftConfig | None) -> int:
-    """K, by default the number of draft tokens that the draft was trained for.
+    """K, by default the number of draft tokens that the draft was trained for, or LOOKED_UP_TOKENS for a lookup.
 
     Raises:
         UsageError: the config asks for more.
     """
+    if config.is_lookup:
+        return _resolve_looked_up(config)
     trained = draft.num_draft_tokens if draft is not None else 0
     num_draft_tokens = trained if config.num_draft_tokens is None else config.num_draft_tokens
     if num_draft_tokens > trained:
@@ -90,6 +93,16 @@ def resolve_num_drafts(config: EngineConfig, draft: DraftConfig | None) -> int:
             expected=f"at most {trained}: {why}",
         )  # fmt: skip
     return num_draft_tokens
+
+
+def _resolve_looked_up(config: EngineConfig) -> int:
+    number = LOOKED_UP_TOKENS if config.num_draft_tokens is None else config.num_draft_tokens
+    if number > MOST_LOOKED_UP_TOKENS:
+        raise UsageError(
+            id="too-many-draft-tokens", field="num_draft_tokens", found=number,
+            expected=f"at most {MOST_LOOKED_UP_TOKENS} with drafting {config.drafting}",
+        )  # fmt: skip
+    return number
 
 
 def resolve_model_len(config: EngineConfig, num_positions: int, draft: DraftConfig | None) -> int:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_runtime.errors import DFlashError, RequestError
 from dflash_runtime.phrases import shorten
+from dflash_runtime.scheduling.text_index import TextIndex
 
 Decode = Callable[[Sequence[int]], str]
 """Turns token ids into text."""
@@ -167,10 +168,12 @@ class DraftStep:
     def rejected_id(self) -> int | None:
         """The draft token that the target replaced by its own.
 
-        None if every verified draft was accepted, or if a stop or a limit cut off the target's own token.
+        None if every verified draft was accepted, if the draft left that position empty (a negative id), or if a stop
+        or a limit cut off the target's own token.
         """
         has_bonus = self.num_committed > self.num_accepted
-        return self.draft_ids[self.num_accepted] if has_bonus and self.num_accepted < len(self.draft_ids) else None
+        token_id = self.draft_ids[self.num_accepted] if has_bonus and self.num_accepted < len(self.draft_ids) else -1
+        return token_id if token_id >= 0 else None
 
 
 def confidences_of(steps: Sequence[DraftStep]) -> tuple[tuple[float | None, ...], ...]:
@@ -234,6 +237,8 @@ class Request:
     keep_at         positions after which its prompt keeps a snapshot
     keeping         slots of snapshots that queued steps write, by position
     spare           the slot in which decode steps keep the state at the last page boundary
+    text_index      the index of its text from which a lookup drafts
+    likely          confidences of its last drafts, verified or not
 
     Raises:
         RequestError: a token id is not an integer.
@@ -277,6 +282,8 @@ class Request:
     keep_at: set[int] = field(default_factory=set)
     keeping: dict[int, int] = field(default_factory=dict)
     spare: int | None = None
+    likely: tuple[float | None, ...] = ()
+    text_index: TextIndex | None = field(default=None, repr=False)
     _prompt_bytes: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:

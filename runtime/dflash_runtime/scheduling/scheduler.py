@@ -21,7 +21,7 @@ it had found those rows in the cache. A request that is handed off keeps its pag
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from dflash_runtime.errors import DFlashError
@@ -29,11 +29,14 @@ from dflash_runtime.scheduling.admission import check_request
 from dflash_runtime.scheduling.batch import Batch, Chunk, PageAddition, StepOutput
 from dflash_runtime.scheduling.expected_room import ExpectedRoom
 from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.scheduling.lookup import look_up
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import DraftStep, FinishReason, Refusal, Request
+from dflash_runtime.scheduling.row_budget import RowBudget
 from dflash_runtime.scheduling.row_shares import RowShares
 from dflash_runtime.scheduling.step_load import StepLoad
+from dflash_runtime.scheduling.text_index import TextIndex, padded
 from dflash_runtime.scheduling.width import FixedWidth, WidthPolicy, width_of
 
 
@@ -45,12 +48,21 @@ class Scheduler:
     """First come, first served: running requests decode in every step, and prompts share the prompt rows of a step."""
 
     def __init__(
-        self, limits: Limits, pages: PagePool, cache: PrefixCache, width_policy: WidthPolicy | None = None
+        self,
+        limits: Limits,
+        pages: PagePool,
+        cache: PrefixCache,
+        width_policy: WidthPolicy | None = None,
+        make_index: Callable[[], TextIndex] | None = None,
+        row_budget: RowBudget | None = None,
     ) -> None:
+        """With `make_index`, a lookup drafts; then no step may be scheduled while another one is in flight."""
         self.limits = limits
         self.pages = pages
         self.cache = cache
         self.width_policy = width_policy or FixedWidth()
+        self._make_index = make_index
+        self.row_budget = row_budget
         self.num_preemptions = 0
         self.load = StepLoad(limits)
         self.room = ExpectedRoom(limits, pages)
@@ -99,10 +111,12 @@ class Scheduler:
         """
         num_preemptions = self.num_preemptions
         decode = self._plan_decode(is_drained)
-        verify_width = width_of(decode, self.width_policy, self.limits.num_lookahead_tokens)
+        looked_up = self._look_up(decode)
+        verify_width = width_of(decode, self.width_policy, self.limits.num_lookahead_tokens, looked_up)
+        mean_width = self.row_budget.choose(decode, verify_width) if self.row_budget is not None else 0
         # A step that preempts admits no request: the freed pages are for requests that already run.
         admitted, chunks = self._plan_prompts(
-            len(decode), verify_width, may_admit=self.num_preemptions == num_preemptions
+            len(decode), mean_width or verify_width, may_admit=self.num_preemptions == num_preemptions
         )
         additions, self._additions = self._additions, []
         longest = max((self._kv_upper(request) for request in decode), default=0)
@@ -115,7 +129,9 @@ class Scheduler:
             decode=tuple(decode),
             longest=longest,
             verify_width=verify_width,
+            mean_width=mean_width,
             loads=tuple(request for request in admitted if request.is_loading),
+            looked_up=looked_up,
         )
 
     def commit(self, request: Request, output: StepOutput) -> list[int]:
@@ -133,7 +149,11 @@ class Scheduler:
         start = len(request.output_token_ids)
         request.commit(output.token_ids, self.limits.max_model_len)
         assert request.is_finished == output.is_done, "host and device disagree on the end of a request"
-        draft_ids = output.draft_ids[: request.params.max_drafts]
+        request.likely = output.confidences
+        draft_ids = output.draft_ids
+        if self._make_index is not None:  # the width of a step depends on other requests, and a trace must not
+            draft_ids = padded(draft_ids, self.limits.num_draft_tokens)
+        draft_ids = draft_ids[: request.params.max_drafts]
         if output.num_accepted is not None and draft_ids:
             confidences = output.confidences[: len(draft_ids)]
             request.steps.append(
@@ -245,6 +265,12 @@ class Scheduler:
             if self._grow_or_preempt(request, needed, is_drained):
                 decode.append(request)
         return decode
+
+    def _look_up(self, decode: Sequence[Request]) -> tuple[tuple[int, ...], ...]:
+        """The draft tokens of each request from a lookup; empty without one."""
+        if self._make_index is None:
+            return ()
+        return tuple(look_up(request, self._make_index, self.limits.num_draft_tokens) for request in decode)
 
     def _plan_prompts(self, num_decoding: int, width: int, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
         """Requests to admit and chunks to prefill in this step. `RowShares` divides the rows."""

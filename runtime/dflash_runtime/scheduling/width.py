@@ -64,9 +64,16 @@ class WidthPolicy(Protocol):
         ...
 
 
-def width_of(requests: Sequence[Request], policy: WidthPolicy, full: int) -> int:
-    """The verify width of a step of these requests, at most `full`; 1 without requests."""
+def width_of(
+    requests: Sequence[Request], policy: WidthPolicy, full: int, looked_up: Sequence[Sequence[int]] = ()
+) -> int:
+    """The verify width of a step of these requests, at most `full`; 1 without requests.
+
+    A lookup may draft fewer tokens than asked, `looked_up`. A step without any is a verify step too, of two rows.
+    """
     widths = [min(request.params.verify_width or full, full) for request in requests]
+    if looked_up:
+        widths = [min(width, max(2, 1 + len(drafted))) for width, drafted in zip(widths, looked_up, strict=True)]
     return policy.choose(widths, sum(request.kv_len for request in requests)) if requests else 1
 
 
@@ -81,6 +88,24 @@ class FixedWidth:
 
     def observe(self, num_verified: int, num_accepted: int) -> None:
         pass
+
+
+class LookupWidth(FixedWidth):
+    """Chooses the narrowest of a few widths that holds the longest draft of a lookup, since each is a graph."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self._widths = widths_for(num_draft_tokens)
+
+    def candidates(self, batch: int, widths: Collection[int]) -> list[int]:
+        """See `WidthPolicy`."""
+        return sorted({self._holding(width) for widest in widths for width in range(min(widest, 2), widest + 1)})
+
+    def choose(self, widths: Sequence[int], num_context: int) -> int:
+        """See `WidthPolicy`."""
+        return self._holding(max(widths))
+
+    def _holding(self, width: int) -> int:
+        return next(item for item in self._widths if item >= width)
 
 
 @dataclass(frozen=True, slots=True)

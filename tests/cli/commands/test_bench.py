@@ -31,7 +31,7 @@ def run(*arguments: object) -> Any:
 
 
 def test_every_batch_size_is_measured_in_the_order_given() -> None:
-    document = json.loads(run("tiny", *SMALL, "--json").stdout)
+    document = json.loads(run("tiny", *SMALL, "--rivals", "suffix", "--json").stdout)
     assert document["kind"] == "bench"
     assert [item["batch"] for item in document["batches"]] == [2, 1]
     assert document["num_speculative_tokens"] == 7
@@ -53,6 +53,13 @@ def test_every_batch_size_is_measured_in_the_order_given() -> None:
         assert parts["draft_ms_interval"]["low"] < parts["draft_ms"] < parts["draft_ms_interval"]["high"]
         assert item["speedup_interval"]["low"] < item["speedup"] < item["speedup_interval"]["high"]
         assert item["plain"]["step_ms_interval"] is not None
+        (rival,) = item["rivals"]
+        assert rival["name"] == "suffix"
+        assert 1 <= rival["speed"]["tokens_per_step"] <= 8
+        rates = [item[arm]["tokens_per_second"] for arm in ("speculative", "plain")]
+        own = rival["speed"]["tokens_per_second"]
+        assert [rival["lead"], rival["speedup"]] == pytest.approx([rates[0] / own, own / rates[1]])
+        assert rival["lead_interval"]["low"] < rival["lead"] < rival["lead_interval"]["high"]
 
 
 def test_text_leads_with_the_speedup() -> None:
@@ -143,12 +150,13 @@ def test_parts_that_exceed_the_step_are_named(times: tuple[list[float], ...]) ->
     assert notice.id == "parts-do-not-add-up"
 
 
-def test_adaptive_width_has_a_row_of_its_own() -> None:
+def test_adaptive_width_and_a_row_budget_have_rows_of_their_own() -> None:
     (fixed,) = speeds(1.5)
-    speed = replace(fixed, adaptive=replace(fixed.speculative, tokens_per_second=300.0))
-    assert [row[0] for row in _rows(speed)] == ["1", "1 adaptive"]
-    assert [row[3] for row in _rows(speed)] == ["1.50", "3.00"]
-    assert to_json(speed)["adaptive_speedup"] == 3
+    adaptive, budget = (replace(fixed.speculative, tokens_per_second=rate) for rate in (300.0, 400.0))
+    speed = replace(fixed, adaptive=adaptive, budget=budget)
+    assert [row[0] for row in _rows(speed)] == ["1", "1 adaptive", "1 budget"]
+    assert [row[3] for row in _rows(speed)] == ["1.50", "3.00", "4.00"]
+    assert (to_json(speed)["adaptive_speedup"], to_json(speed)["budget_speedup"]) == (3, 4)
     assert len(_rows(fixed)) == 1
 
 

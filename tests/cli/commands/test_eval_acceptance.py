@@ -423,3 +423,42 @@ def test_a_curve_that_shows_a_fault_is_named(tmp_path: Path) -> None:
     assert f"dflash diagnose {draft} --target tiny\n" in result.stdout
     document = json.loads(run("--num-prompts", "4", "-n", "32", "--json").stdout)
     assert document["shapes"] == []
+
+
+def test_a_lookup_is_measured_without_a_draft_and_compares_with_one(rows: Path, answered: Path, tmp_path: Path) -> None:
+    """The draft and the lookup give equal answers. A run with the draft does not continue the run of the lookup."""
+    own = tmp_path / "lookup.jsonl"
+    done = run(*SMALL, "--drafting", "suffix", "--output", str(own), "--json")
+    document, drafted = json.loads(done.stdout), json.loads(answered.with_name("result.json").read_text())
+    settings = document["settings"]
+    assert (settings["draft"], settings["drafting"], document["shapes"]) == (None, "suffix", [])
+    assert document["measured"]["draft"] is None
+    assert document["num_draft_tokens"] == 7 * document["num_drafts"]
+    assert 1 <= document["acceptance_len"] < drafted["acceptance_len"]
+    answers = [[json.loads(line) for line in file.read_text().splitlines()] for file in (rows, own)]
+    texts = [{row["index"]: row["token_ids"] for row in found if "token_ids" in row} for found in answers]
+    assert len(texts[0]) == 4
+    assert texts[0] == texts[1]
+    with refuses(UsageError):
+        run(*SMALL, "--output", str(own), "--resume")
+
+
+@pytest.mark.parametrize(
+    "options", [["--draft", "tiny"], ["--draft-sampling", "probabilistic"], ["--causality", "causal"]]
+)
+def test_options_of_a_draft_do_not_go_with_a_lookup(options: list[str]) -> None:
+    with refuses(UsageError, "options-exclude-each-other", found=options[1]):
+        run("--drafting", "ngram", *options)
+
+
+def test_calibration_is_reported_on_demand(answered: Path) -> None:
+    """Four prompts: two fit the regression that predicts the other two."""
+    document = json.loads(run(*SMALL, "--calibration", "--json").stdout)
+    plain = json.loads(answered.with_name("result.json").read_text())
+    assert (plain["calibration"], plain["draft_confidence"]) == (None, None)
+    found = document["calibration"]
+    assert (found["num_prompts"], len(found["biases"]), len(found["bins"])) == (4, 7, 15)
+    assert found["num_tokens"] == sum(item["num_tokens"] for item in found["bins"])
+    assert found["num_tokens"] == sum(document["draft_confidence"]["per_pos_judged"])
+    assert 0 <= found["ece"] < 1
+    assert document["acceptance_len"] == plain["acceptance_len"]

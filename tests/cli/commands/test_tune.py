@@ -20,6 +20,7 @@ from dflash_testing import checkpoints as support
 TIMES = {
     "plain": {"1": [10.0] * 3, "64": [10.0] * 3},
     "resized": {"3": {"1": [30.0] * 3, "64": [400.0] * 3}, "7": {"1": [8.0, 8.1, 8.2], "64": [500.0] * 3}},
+    "lookups": {"ngram": {"7": {"1": [10.0] * 3}}, "suffix": {"7": {"1": [10.0] * 3, "64": [10.0] * 3}}},
     "source": "made",
 }
 """At batch 1 the whole block pays. At batch 64 drafting does not pay."""
@@ -36,7 +37,9 @@ def tune(folder: Path, *more: object, times: dict[str, Any] = TIMES) -> support.
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    outcome = tune(tmp_path_factory.mktemp("tune"), "--what-if", "draft=int4,kv=fp8", "--json")
+    outcome = tune(
+        tmp_path_factory.mktemp("tune"), "--what-if", "draft=int4,kv=fp8", "--rivals", "ngram,suffix", "--json"
+    )
     assert outcome.code == 0, outcome.err
     found: dict[str, Any] = json.loads(outcome.out)
     return found
@@ -59,12 +62,29 @@ def test_the_best_k_is_chosen_by_batch_size(document: dict[str, Any]) -> None:
     assert (best["num_speculative_tokens"], best["way"]) == (7, "whole")
     assert best["speedup"] == pytest.approx(whole["acceptance_len"] * 10 / 8.1)
     assert (best["interval"], "12" in best["no_interval"]) == (None, True)
-    first, second = document["advice"]
+    first, second = document["advice"][:2]
     assert first.startswith("batch 1: K 7 pays, ")
     assert second.startswith("batch 64: drafting does not pay: the best, K 3 resized, is ")
     assert second.endswith("decode plainly")
     categories = {item["category"] for item in document["choices"]}
     assert categories == {None, "a", "b"}
+
+
+def test_lookups_compete_with_the_draft_and_never_reach_the_settings_of_engines(document: dict[str, Any]) -> None:
+    """At batch 64 a drafting step takes 40 plain steps or more, and a step of the lookup takes one."""
+    assert [(item["num_speculative_tokens"], item["way"]) for item in document["rivals"]] == [
+        (7, "ngram"), (7, "suffix"),
+    ]  # fmt: skip
+    contests = {item["batch"]: item for item in document["contests"] if item["category"] is None}
+    assert contests[64]["speedups"][0]["way"] == "suffix"
+    best = contests[64]["speedups"][0]
+    assert best["speedup"] == pytest.approx(document["rivals"][1]["acceptance_len"])
+    assert {item["way"] for item in contests[1]["speedups"]} == {"whole", "resized", "ngram", "suffix"}
+    assert contests[1]["speedups"][0]["way"] == "whole"
+    assert {item["way"] for choice in document["choices"] for item in choice["speedups"]} == {"whole", "resized"}
+    assert document["advice"][2].startswith("batch 1: K 7 beats ")
+    assert document["advice"][3].startswith("batch 64: K 3 resized is slower than suffix without a draft (")
+    assert document["step_times"]["lookups"] == TIMES["lookups"]
 
 
 def test_engines_are_told_a_k_for_each_batch_size_where_they_can_be(document: dict[str, Any]) -> None:
@@ -244,3 +264,16 @@ def test_invalid_options_are_refused(
 def test_unknown_options_and_engines_are_refused(option: str, value: str, tmp_path: Path) -> None:
     outcome = tune(tmp_path, option, value)
     assert (outcome.code, option in outcome.err or value in outcome.err) == (2, True)
+
+
+def test_a_row_budget_is_simulated_on_demand(tmp_path: Path) -> None:
+    batches = {"1": 10.0, "8": 10.0}
+    times = {"plain": batches, "narrowed": {"3": batches}, "resized": {"3": batches, "7": {"1": 12.0, "8": 20.0}}}
+    outcome = tune(tmp_path, "--budget", "--engine", "sglang", "--json", times=times)
+    document = json.loads(outcome.out)
+    assert {item["batch"] for item in document["budget"]} == {1, 8}
+    for item in document["budget"]:
+        assert item["over_all_rows"] > 0.8
+        assert 1 <= item["rows_per_request"] <= 8
+    assert {item["feature"] for item in document["budget"]} == {"measured", "perfect", "uninformative"}
+    assert document["calibration"]["num_prompts"] == 12

@@ -3,6 +3,10 @@
 import random
 from collections.abc import Collection, Sequence
 
+from dflash_runtime.device.results import PendingForward
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.batch import Batch
+
 
 class ListedWidths:
     """Chooses these widths step by step, then whole blocks. `chosen` has the width of every step."""
@@ -30,3 +34,15 @@ class RandomWidths(ListedWidths):
     def __init__(self, seed: int, widest: int) -> None:
         generator = random.Random(seed)
         super().__init__([generator.randint(1, widest) for _ in range(1000)])
+
+
+def seen_widths(llm: LLM) -> list[int]:
+    """A list that collects the verify width of every later step that decodes."""
+    submit, widths = llm.engine.runner.submit, list[int]()
+
+    def watched(batch: Batch) -> PendingForward | None:
+        widths.extend([batch.verify_width] if batch.decode else [])
+        return submit(batch)
+
+    llm.engine.runner.submit = watched  # type: ignore[method-assign]
+    return widths

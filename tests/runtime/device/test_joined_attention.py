@@ -57,4 +57,5 @@ def test_joined_attention_equals_separate_attention(name: KernelChoice, layer: i
     ]
     assert torch.equal(found, torch.cat(expected))
     assert torch.equal(joined.prompts.cache.pages, apart.prompts.cache.pages)
+    assert isinstance(joined.blocks, PagedAttention)
     assert torch.equal(joined.blocks.cache.keys[layer].flatten(0, 1)[SLOTS], keys)

@@ -1,0 +1,99 @@
+"""How many rows a decode step verifies in all, and which request gets how many. Host only.
+
+A verified row is worth the probability that its token is accepted: the survival of its position, the product of the
+conditional probabilities up to it. Survivals of a request never grow along a block, so the best rows of a batch are a
+prefix of each block. The number of rows is the one with the most expected tokens per millisecond:
+
+    (requests + sum of the n best survivals) / milliseconds of a step with n drafted rows
+
+The text never depends on it: a narrower block commits fewer tokens of the same text.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.width import FIRST_RATE, StepTimes
+
+Survivals = Sequence[Sequence[float]]
+"""Survival by position of each request's drafted tokens. A request that drafts nothing has none."""
+
+
+def survivals_of(likely: Sequence[float]) -> list[float]:
+    """Return the survival of each position, from conditional probabilities."""
+    return list(accumulate(likely, lambda before, own: before * own))
+
+
+def choose_rows(survivals: Survivals, times: Mapping[int, float]) -> int:
+    """Return the number of rows of a step, anchors included: a key of `times`, which has milliseconds by rows.
+
+    Among equal choices the fewest rows are taken. `times` has at least one number of rows that holds all anchors.
+    """
+    best = sorted((value for own in survivals for value in own), reverse=True)
+    gains = list(accumulate(best, initial=float(len(survivals))))
+    fitting = sorted(rows for rows in times if rows >= len(survivals))
+    return max(fitting, key=lambda rows: gains[min(rows - len(survivals), len(best))] / times[rows])
+
+
+def give_rows(survivals: Survivals, num_rows: int) -> list[int]:
+    """Return the rows of each request, anchors included, that hold the best survivals: at most `num_rows` in all.
+
+    Among equal survivals, earlier positions come first, then earlier requests.
+    """
+    places = [(-value, place, request) for request, own in enumerate(survivals) for place, value in enumerate(own)]
+    widths = [1] * len(survivals)
+    for _, _, request in sorted(places)[: max(0, num_rows - len(survivals))]:
+        widths[request] += 1
+    return widths
+
+
+class RowBudget(Protocol):
+    """Chooses how many rows a step verifies for each request on average."""
+
+    def candidates(self, batch: int, verify_width: int) -> list[int]:
+        """The numbers to choose from in a step of `batch` requests with whole blocks of `verify_width` rows.
+
+        0 stands for whole blocks.
+        """
+        ...
+
+    def choose(self, requests: Sequence[Request], verify_width: int) -> int:
+        """The number for a step of these requests."""
+        ...
+
+
+class BestBudget:
+    """Chooses by the predictions of each request's last drafts, which may be from a few steps ago.
+
+    A request without predictions has the mean survival of the others. Every step drafts, since only drafts show what
+    drafting is worth.
+    """
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+
+    def candidates(self, batch: int, verify_width: int) -> list[int]:
+        """See `RowBudget`."""
+        return [0, *(width for width in sorted(self._times.row(batch)) if 1 < width < verify_width)]
+
+    def choose(self, requests: Sequence[Request], verify_width: int) -> int:
+        """See `RowBudget`."""
+        if not requests or verify_width == 1:
+            return 0
+        batch = len(requests)
+        num_context = sum(request.kv_len for request in requests)
+        context_ms = num_context * (self._times.context_ms + self._times.draft_context_ms)
+        row = self._times.row(batch)
+        widths = {width or verify_width: width for width in self.candidates(batch, verify_width)}
+        times = {batch * width: row[max(own for own in row if own <= width)] + context_ms for width in widths}
+        return widths[choose_rows(_expected(requests, verify_width - 1), times) // batch]
+
+
+def _expected(requests: Sequence[Request], num_drafts: int) -> list[list[float]]:
+    """The survivals of each request's last drafts, or the mean of the others'."""
+    known = [survivals_of([value or 0.0 for value in request.likely[:num_drafts]]) for request in requests]
+    whole = [own for own in known if len(own) == num_drafts]
+    usual = [sum(column) / len(whole) for column in zip(*whole, strict=True)] or survivals_of([FIRST_RATE] * num_drafts)
+    most = [min(request.params.verify_width or num_drafts + 1, num_drafts + 1) - 1 for request in requests]
+    return [(own if len(own) == num_drafts else usual)[:count] for own, count in zip(known, most, strict=True)]

@@ -1,0 +1,228 @@
+"""A row budget: requests of one step verify different numbers of rows, and their text stays that of plain decoding."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dflash_runtime.config import EngineConfig
+from dflash_runtime.device import acceptance_model
+from dflash_runtime.device.settings import apply_exclusions
+from dflash_runtime.device.shared_rows import give_rows
+from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling import row_budget
+from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.row_budget import BestBudget
+from dflash_runtime.scheduling.width import StepTimes
+from dflash_testing.gpu import gpu_llm
+from dflash_testing.hybrid_pair import hybrid_llm, hybrid_prompts
+from dflash_testing.pairs import bundled_llm, bundled_prompts, placement
+from dflash_testing.walking_drafts import draft_model
+
+K, LENGTH = 7, 16
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3}
+HYBRID = "hybrid"
+
+
+class Budgets:
+    """Gives steps the mean widths of a list, again and again. `seen` has those that were given."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self._widths: Iterator[int] = iter(random.Random(0).choices(widths, k=10_000))
+        self.seen: set[int] = set()
+
+    def candidates(self, batch: int, verify_width: int) -> list[int]:
+        return [0]
+
+    def choose(self, requests: Sequence[Request], verify_width: int) -> int:
+        if not requests or verify_width == 1:
+            return 0
+        width = min(next(self._widths), verify_width)
+        self.seen.add(width)
+        return width
+
+
+def make(name: str, budget: row_budget.RowBudget | None, **engine: Any) -> LLM:
+    """An engine in float64 with room for 3 requests, in which the batch shape does not change any token."""
+    settings: dict[str, Any] = {"max_num_requests": 3, "row_budget": budget is not None} | engine
+    if name == HYBRID:
+        llm = hybrid_llm(K, torch.float64, **settings)
+    else:
+        draft = draft_model(name, torch.float64)
+        llm = bundled_llm(draft, draft.config.num_draft_tokens, dtype=torch.float64, **settings)
+    llm.engine.scheduler.row_budget = budget
+    return llm
+
+
+def prompts_of(name: str) -> list[tuple[int, ...]]:
+    """Four prompts with a common beginning, one of which waits for room."""
+    given = hybrid_prompts() if name == HYBRID else bundled_prompts()
+    return [given[0][:18] + given[place][: 5 + 3 * place] for place in range(4)]
+
+
+def traces(outputs: Sequence[RequestOutput]) -> list[Any]:
+    return [(output.token_ids, output.drafts) for output in outputs]
+
+
+MODES: list[Any] = [
+    pytest.param("tiny", {}, {"scheduling": "async"}, id="greedy"),
+    pytest.param("tiny", SAMPLED, {}, id="sampled"),
+    pytest.param(HYBRID, {}, {"scheduling": "async"}, id="hybrid"),
+    *(
+        pytest.param(name, sampling, engine, marks=pytest.mark.slow)
+        for name in ("tiny", "dflash2", "dspark", "anchor-first", HYBRID)
+        for sampling in ({}, SAMPLED, SAMPLED | {"top_k": 20, "top_p": 0.9})
+        for engine in ({}, {"prefix_cache": False, "max_batched_tokens": 16})
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "sampling", "engine"), MODES)
+def test_text_does_not_depend_on_the_rows_that_requests_get(
+    name: str, sampling: dict[str, Any], engine: dict[str, Any]
+) -> None:
+    """Drafts are greedy, so sampled text is that of plain decoding too. Requests of one step get different widths."""
+    prompts = prompts_of(name)
+    params = SamplingParams(max_new_tokens=LENGTH, **sampling)
+    plain = make(name, None).generate(prompts, SamplingParams(max_new_tokens=LENGTH, verify_width=1, **sampling))
+    budgets = Budgets([2, 3, 5])
+    llm = make(name, budgets, **engine)
+    outputs = llm.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert budgets.seen == {2, 3, 5}
+    widths = {step.verify_width for output in outputs for step in output.drafts}
+    assert len(widths) > 3
+    assert max(widths) > 5
+    for output in outputs:
+        assert all(step.num_accepted < step.verify_width for step in output.drafts)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "sampling"),
+    [
+        ("tiny", "probabilistic", SAMPLED),
+        (HYBRID, "greedy", {}),
+        pytest.param("dspark", "probabilistic", SAMPLED, marks=pytest.mark.slow),
+        pytest.param("dflash2", "greedy", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_budget_of_all_rows_has_the_traces_of_whole_blocks(name: str, way: str, sampling: dict[str, Any]) -> None:
+    prompts, params = prompts_of(name), SamplingParams(max_new_tokens=LENGTH, **sampling)
+    whole = make(name, None, draft_sampling=way).generate(prompts, params)
+    llm = make(name, Budgets([K + 1]), draft_sampling=way)
+    assert traces(llm.generate(prompts, params)) == traces(whole)
+
+
+def test_sampled_drafts_are_accepted_within_the_rows_of_each_request() -> None:
+    """A request that gets 3 rows has the text and the trace of a request with a verify width of 3."""
+    prompt, engine = prompts_of("tiny")[1], {"max_num_requests": 1, "draft_sampling": "probabilistic"}
+    narrow, whole = (SamplingParams(max_new_tokens=LENGTH, verify_width=width, **SAMPLED) for width in (3, None))
+    found = make("tiny", Budgets([3]), **engine).generate([prompt], whole)
+    assert traces(found) == traces(make("tiny", None, **engine).generate([prompt], narrow))
+
+
+def test_a_request_never_accepts_more_than_its_own_verify_width() -> None:
+    prompts = prompts_of("tiny")[:2]
+    narrow, wide = SamplingParams(max_new_tokens=LENGTH, verify_width=2), SamplingParams(max_new_tokens=LENGTH)
+    outputs = make("tiny", Budgets([2, 5, 8])).generate(prompts, [narrow, wide])
+    assert {step.verify_width for step in outputs[0].drafts} == {2}
+    assert max(step.verify_width for step in outputs[1].drafts) > 2
+
+
+def test_predictions_are_refitted_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than two refits."""
+    monkeypatch.setattr(acceptance_model, "REFIT_STEPS", 4)
+    llm = make("tiny", Budgets([4]), max_num_requests=2)
+    outputs = llm.generate(prompts_of("tiny")[:2], SamplingParams(max_new_tokens=LENGTH))
+    acceptance = llm.engine.runner.acceptance
+    assert acceptance is not None
+    assert float(acceptance.model.weight) != 1
+    assert (acceptance.model.biases[:3] != 0).all()
+    for output in outputs:
+        for step in output.drafts:
+            assert len(step.confidences) == len(step.draft_ids)
+            assert all(value is not None and 0 < value < 1 for value in step.confidences)
+
+
+def test_labels_are_the_verified_drafts_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make("tiny", Budgets([2, 3, 5, 8]), max_num_requests=1)
+    acceptance = llm.engine.runner.acceptance
+    assert acceptance is not None
+    observe, seen = acceptance.observe, list[tuple[int, int]]()
+
+    def watched(features: Tensor, num_accepted: Tensor, num_verified: Tensor) -> None:
+        seen.append((int(num_accepted), int(num_verified)))
+        observe(features, num_accepted, num_verified)
+
+    monkeypatch.setattr(acceptance, "observe", watched)
+    (output,) = llm.generate(prompts_of("tiny")[:1], SamplingParams(max_new_tokens=30))
+    assert seen == [(step.num_accepted, len(step.draft_ids)) for step in output.drafts]
+    assert len({verified for _, verified in seen}) > 2
+
+
+def test_rows_on_the_device_are_given_as_on_the_host() -> None:
+    """200 batches; every third one has ties."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(200):
+        likely = torch.rand(1 + number % 5, 1 + number % 4, generator=generator)
+        likely = likely.round() if number % 3 == 0 else likely
+        survivals = likely.cumprod(1)
+        for num_rows in range(len(likely), likely.numel() + len(likely) + 1):
+            given = give_rows(survivals, num_rows)
+            assert given.widths.tolist() == row_budget.give_rows(survivals.tolist(), num_rows)
+            assert_places(given.widths, given.places, given.sources, likely.shape[1] + 1)
+
+
+def assert_places(widths: Tensor, places: Tensor, sources: Tensor, block: int) -> None:
+    rows = [(request, row) for request, width in enumerate(widths.tolist()) for row in range(width)]
+    assert [(place // block, place % block) for place in places.tolist()] == rows
+    for place, source in enumerate(sources.tolist()):
+        request, row = divmod(place, block)
+        assert rows[source] == (request, min(row, int(widths[request]) - 1))
+
+
+def request(likely: tuple[float, ...], **params: Any) -> Request:
+    found = Request(index=0, prompt_token_ids=(1,) * 100, params=SamplingParams(**params), output_token_ids=[1])
+    found.likely = likely
+    return found
+
+
+def test_the_mean_width_has_the_most_expected_tokens_per_millisecond() -> None:
+    """Rows of a sure request are worth their time. Rows of a doubtful one are not, and of a new one as the others'."""
+    budget = BestBudget(StepTimes({1: dict.fromkeys((1, 2, 4, 8), 10.0), 2: {1: 5, 2: 10, 4: 12, 8: 30}}))
+    sure, doubtful = request((0.99,) * 7), request((0.01,) * 7)
+    assert budget.candidates(2, 8) == [0, 2, 4]
+    assert budget.choose([sure, sure], 8) == 4
+    assert budget.choose([doubtful, doubtful], 8) == 2
+    assert budget.choose([sure, doubtful], 8) == 4
+    assert budget.choose([sure], 8) == 0
+    assert budget.choose([doubtful, request(())], 8) == 2
+    assert budget.choose([request((0.99,) * 7, verify_width=2)] * 2, 8) == 2
+    assert budget.choose([sure, sure], 1) == budget.choose([], 8) == 0
+
+
+@pytest.mark.parametrize(
+    ("drafting", "ids"), [("model", ["no-row-budget"]), ("ngram", ["no-async-lookup", "no-lookup-budget"])]
+)
+def test_a_budget_needs_step_times_and_probabilities(drafting: str, ids: list[str]) -> None:
+    changed, warnings = apply_exclusions(EngineConfig(row_budget=True, drafting=drafting), placement(), K)
+    assert not changed.row_budget
+    assert [item.id for item in warnings] == ids
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny", "dflash2", "dspark"])
+def test_captured_steps_with_a_budget_have_the_text_of_plain_decoding(name: str) -> None:
+    prompts, params = list(bundled_prompts()[:12]), SamplingParams(max_new_tokens=48)
+    llm = gpu_llm(name, "float32", max_num_requests=8, row_budget=True)
+    assert isinstance(llm.engine.scheduler.row_budget, BestBudget)
+    llm.engine.scheduler.row_budget = Budgets([2, 3, 4])
+    outputs = llm.generate(prompts, params)
+    plain = gpu_llm(None, "float32", max_num_requests=1).generate(prompts, params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert llm.engine.runner.graphs is not None
+    assert {2, 3, 4} <= {mode.mean_width for _, mode in llm.engine.runner.graphs.captured}
+    assert len({step.verify_width for output in outputs for step in output.drafts}) > 3
