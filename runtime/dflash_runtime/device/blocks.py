@@ -10,6 +10,7 @@ from torch import Tensor
 from dflash_kernels.sampling import Distribution
 from dflash_kernels.step_rows import StepRows
 from dflash_runtime.device.decode_graphs import StepMode
+from dflash_runtime.device.trees import VerifiedTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Sampling:
 class Proposal:
     """Drafted tokens. If they were sampled, `distribution` has their R * (W - 1) distributions."""
 
-    token_ids: Tensor  # [R, W - 1] ids of the target; negative at positions without a draft token
+    token_ids: Tensor  # [R, W - 1] ids of the target; negative at positions and nodes without a draft token
     distribution: Distribution | Tensor | None = None  # over ids of the draft
     confidences: Tensor | None = None  # [R, W - 1] predictions that the target accepts, if the draft makes them
 
@@ -47,7 +48,10 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks that a decode step verifies, W rows of each of R requests."""
+    """The blocks that a decode step verifies, W rows of each of R requests.
+
+    With `tree`, the rows are the rows of trees, and `step` has the rows of the path that each tree will give.
+    """
 
     rows: Tensor  # [R] rows of the state
     step: StepRows
@@ -56,6 +60,7 @@ class Blocks:
     proposal: Proposal
     token_ids: Tensor  # [R * W]
     positions: Tensor  # [R, W]
+    tree: VerifiedTree | None = None
 
 
 @dataclass(frozen=True, slots=True)

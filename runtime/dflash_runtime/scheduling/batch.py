@@ -35,7 +35,8 @@ class Batch:
     """One step: requests admitted, pages added, chunks to prefill, requests to decode, and hand-offs to load.
 
     Chunks and blocks share one forward. `longest` is an upper bound on the true KV length of every decoding request.
-    The step verifies the first `verify_width` rows of each block. With width 1 it drafts nothing.
+    The step verifies the first `verify_width` rows of each block. With width 1 it drafts nothing. With `tree_rows`
+    it verifies trees of this many rows instead, which give paths of at most `verify_width` rows.
     """
 
     admitted: tuple[Request, ...] = ()
@@ -45,6 +46,7 @@ class Batch:
     longest: int = 0
     verify_width: int = 1
     loads: tuple[Request, ...] = ()
+    tree_rows: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -56,8 +58,8 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows that go through the target: prompt rows, and the verified rows of blocks."""
-        return len(self.decode) * self.verify_width + self.num_prompt_rows
+        """Rows that go through the target: prompt rows, and the verified rows of blocks or trees."""
+        return len(self.decode) * (self.tree_rows or self.verify_width) + self.num_prompt_rows
 
 
 @dataclass(frozen=True, slots=True)

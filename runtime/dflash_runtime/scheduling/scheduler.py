@@ -99,10 +99,11 @@ class Scheduler:
         """
         num_preemptions = self.num_preemptions
         decode = self._plan_decode(is_drained)
-        verify_width = width_of(decode, self.width_policy, self.limits.num_lookahead_tokens)
+        verify_width = width_of(decode, self.width_policy, self.limits.num_block_rows)
+        tree_rows = self.limits.tree_rows(verify_width)
         # A step that preempts admits no request: the freed pages are for requests that already run.
         admitted, chunks = self._plan_prompts(
-            len(decode), verify_width, may_admit=self.num_preemptions == num_preemptions
+            len(decode), tree_rows or verify_width, may_admit=self.num_preemptions == num_preemptions
         )
         additions, self._additions = self._additions, []
         longest = max((self._kv_upper(request) for request in decode), default=0)
@@ -116,6 +117,7 @@ class Scheduler:
             longest=longest,
             verify_width=verify_width,
             loads=tuple(request for request in admitted if request.is_loading),
+            tree_rows=tree_rows,
         )
 
     def commit(self, request: Request, output: StepOutput) -> list[int]:
@@ -246,11 +248,11 @@ class Scheduler:
                 decode.append(request)
         return decode
 
-    def _plan_prompts(self, num_decoding: int, width: int, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
+    def _plan_prompts(self, num_decoding: int, num_rows: int, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
         """Requests to admit and chunks to prefill in this step. `RowShares` divides the rows."""
         begun = [request for request in self._running if not (request.is_prefilled or request.is_loading)]
         num_prompts = len(begun) + min(len(self._waiting), len(self._free_rows))
-        shares = RowShares(self.load.prompt_rows(num_decoding, width, num_prompts))
+        shares = RowShares(self.load.prompt_rows(num_decoding, num_rows, num_prompts))
         first, last = shares.order(begun)
         for request in first:
             shares.give(request)

@@ -1,0 +1,105 @@
+"""Best-first trees of draft tokens: the nodes with the highest product of the draft's probabilities.
+
+A draft that predicts all positions of a block in one pass gives a distribution for each position. A path of d tokens
+has the product of d probabilities. The tree has the N paths with the highest products. A path is never more likely
+than its beginning, so these paths form a tree. Source: arXiv 2604.12989 (DDTree).
+
+Row 0 of a tree is the anchor. Row i is node i - 1, and the row of a parent is lower than the rows of its children.
+Everything here is a fixed number of torch operations with shapes that depend only on sizes, so graphs capture it.
+
+Axis letters: R requests, K positions of a block, C candidates, N nodes, M rows (N + 1), S words of 64 bits.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 64
+
+
+class Tree(NamedTuple):
+    """Drafted nodes of R requests in descending order of probability, [R, N] int64 each."""
+
+    token_ids: Tensor
+    """negative if the draft has fewer than N paths"""
+    parents: Tensor
+    """row of the parent; 0 is the anchor"""
+    depths: Tensor
+    """number of tokens from the anchor to the node: 1 to K"""
+
+
+def build_tree(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree:
+    """Return the `num_nodes` most likely paths of each request.
+
+    log_probs  [R, K, C] in descending order along C; NaN counts as -inf, and a candidate of -inf is left out
+    token_ids  [R, K, C] int64, the tokens of these candidates
+
+    C = N candidates are enough for the exact tree, because a node's better siblings are nodes too. Equal products rank
+    by depth, then by the parent's rank, then by the candidate's rank.
+
+    Levels are grown one after another. The N best paths of a level come from the N best paths of the level before.
+    """
+    num_requests, num_positions, num_candidates = log_probs.shape
+    log_probs = log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    path, rank = _pairs(num_nodes, num_candidates, log_probs.device)
+    scores = log_probs.new_full((num_requests, num_nodes), -torch.inf)
+    scores[:, 0] = 0  # the anchor
+    levels = []
+    for position in range(num_positions):
+        grown, order = (scores[:, path] + log_probs[:, position, rank]).sort(dim=1, descending=True, stable=True)
+        scores, order = grown[:, :num_nodes], order[:, :num_nodes]
+        levels.append((scores, token_ids[:, position].gather(1, rank[order]), path[order]))
+    all_scores, ids, paths = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    best, order = all_scores.sort(dim=1, descending=True, stable=True)
+    rows = torch.arange(1, all_scores.shape[1] + 1, device=order.device).expand_as(order)
+    row_of = torch.zeros_like(order).scatter(1, order, rows)
+    # A path of the first level continues the anchor. A later one continues a path of the level before.
+    before = torch.cat((row_of.new_zeros((num_requests, num_nodes)), row_of[:, :-num_nodes]), dim=1)
+    offsets = torch.arange(num_positions, device=order.device).repeat_interleave(num_nodes) * num_nodes
+    parents = before.gather(1, paths + offsets)
+    order, is_node = order[:, :num_nodes], best[:, :num_nodes] > -torch.inf
+    return Tree(
+        token_ids=torch.where(is_node, ids.gather(1, order), -1),
+        parents=torch.where(is_node, parents.gather(1, order), 0),
+        depths=torch.where(is_node, order // num_nodes + 1, 1),
+    )
+
+
+@cache
+def _pairs(num_nodes: int, num_candidates: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the pairs of a path of a level and a candidate of the next position that may be among the N best.
+
+    Path j with candidate c, both counted from 0, has at least (j + 1) * (c + 1) - 1 better pairs.
+    """
+    pairs = [
+        (path, rank)
+        for path in range(num_nodes)
+        for rank in range(min(num_nodes // (path + 1), num_candidates))
+    ]  # fmt: skip
+    path, rank = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(device)
+    return path, rank
+
+
+def ancestor_words(parents: Tensor, num_positions: int) -> Tensor:
+    """Return the set of each row's ancestors, the row itself included, as bits: [R, N] parents -> [R, M, S] int64.
+
+    Bit `j % 64` of word `j // 64` stands for row j. `num_positions` is the greatest depth of a node.
+    """
+    num_rows = parents.shape[1] + 1
+    row = torch.arange(num_rows, device=parents.device)
+    word = torch.arange(-(-num_rows // WORD_BITS), device=parents.device)
+    own = torch.where(row[:, None] // WORD_BITS == word, torch.ones_like(row)[:, None] << row[:, None] % WORD_BITS, 0)
+    words = own.expand(len(parents), -1, -1)
+    above = torch.nn.functional.pad(parents, (1, 0))
+    for _ in range(num_positions.bit_length()):  # each round doubles the number of known ancestors
+        words = words | words.gather(1, above[:, :, None].expand_as(words))
+        above = above.gather(1, above)
+    return words
+
+
+def is_ancestor(words: Tensor) -> Tensor:
+    """Return whether row j is row i or one of its ancestors: [R, M, S] words -> [R, M, M] bool."""
+    row = torch.arange(words.shape[1], device=words.device)
+    return (words[:, :, row // WORD_BITS] >> row % WORD_BITS & 1).bool()
