@@ -119,6 +119,8 @@ def headline(evaluation: Evaluation) -> str:
     if total.counts.is_capped:
         num_verified = sum(count > 0 for count in total.counts.per_pos_verified)
         parts.append(f"capped: of {block - 1} drafted tokens {num_verified} were verified")
+    if num_nodes := evaluation.settings.get("num_tree_nodes"):
+        parts.append(f"from trees of {num_nodes} drafted tokens")
     if evaluation.failed:
         parts.append(f"{evaluation.num_failed} of {evaluation.num_prompts} prompts not measured")
     if evaluation.prompts.is_named:

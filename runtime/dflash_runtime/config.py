@@ -530,6 +530,11 @@ class EngineConfig:
         if self.num_tree_nodes > MAX_TREE_NODES:
             expected = f"at most {MAX_TREE_NODES} nodes"
             raise UsageError(field="num_tree_nodes", found=self.num_tree_nodes, expected=expected)
+        if self.num_draft_tokens == 0:
+            raise UsageError(
+                "a tree has draft tokens, and plain decoding drafts none",
+                id="tree-without-drafts", field="num_draft_tokens", found=0, hint="leave out --tree",
+            )  # fmt: skip
         if self.draft_sampling != "greedy":
             raise UsageError(
                 "a tree has the draft's most likely tokens, so --tree does not go with sampled draft tokens",

@@ -73,8 +73,8 @@ def check_capability(
 ) -> None:
     """Refuse a pair, or a draft alone, if a layer needs attention that the backend lacks.
 
-    With `has_fp8_pages`, also refuse a backend without KV in FP8, and a target that keeps its own cache. With `has_trees`,
-    also refuse a target whose rows are not all KV in pages, and a draft without a distribution for each position.
+    With `has_fp8_pages`, also refuse a backend without KV in FP8, and a target that keeps its own cache. With
+    `has_trees`, also refuse a target that keeps more than KV in pages, and a draft that walks along a block.
 
     Raises:
         UnsupportedError: names the layer, its attention, and the backends that compute it.
@@ -136,7 +136,7 @@ def _check_trees(target: TargetConfig | None, draft: DraftConfig | None) -> None
     if target is not None and target.recurrence is not None:
         raise UnsupportedError(
             f"the {target.model_type} target has recurrent layers, whose state follows one path, and a tree has many",
-            id="tree-of-recurrent-layers", field="--tree", found=list(target.recurrence.layers), hint="leave out --tree",
+            id="tree-of-recurrent-layers", field="--tree", found=target.model_type, hint="leave out --tree",
         )  # fmt: skip
     if target is not None and target.own_cache is not None:
         raise UnsupportedError(
