@@ -22,6 +22,8 @@ from dflash_cli.acceptance.intervals.statistics import (
     value_text,
 )
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
+from dflash_cli.acceptance.tree_results import TITLE as TREE_TITLE
+from dflash_cli.acceptance.tree_results import TreeResult, tree_table
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
 from dflash_cli.terminal.shown import Shown, Table
@@ -63,6 +65,9 @@ class Evaluation(Shown):
         NOT_REQUIRED,
         "the draft's confidence beside its acceptance; null for a draft without a confidence head",
     ] = None
+    trees: Annotated[
+        tuple[TreeResult, ...], NOT_REQUIRED, "with --mode replay --tree: trees of these sizes along the same texts"
+    ] = ()
     disaggregation: Annotated[
         Disaggregation | None,
         NOT_REQUIRED,
@@ -166,6 +171,8 @@ def past_end(total: Summary) -> list[str]:
 def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
     """Return columns and rows by title, all within 80 columns. `is_full` adds rejected tokens and other definitions."""
     found = {"by position": position_table(evaluation.total)}
+    if evaluation.trees:
+        found[TREE_TITLE] = tree_table(evaluation.trees, evaluation.total)
     if evaluation.conditions:
         found["by condition"] = _condition_table(evaluation)
     if evaluation.categories:

@@ -186,6 +186,8 @@ def _replay(request: EvaluationRequest) -> "Evaluation":
             num_resamples=request.num_resamples,
             journal=request.output,
             force=request.force,
+            trees=request.trees,
+            tree_candidates=request.tree_candidates,
         )
     )
 

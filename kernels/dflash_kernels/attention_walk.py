@@ -1,8 +1,8 @@
 """Device functions of the attention kernels: which tiles of keys a program reads, and the running softmax over them.
 
-Used by `block_attention.py`, `balanced_attention.py`, `ragged_attention.py` and `tree_attention.py`. A program holds TILE_M packed rows of
-one KV head of one request. It keeps a running softmax over tiles of TILE_N keys. Source: Milakov and Gimelshein 2018,
-"Online normalizer calculation for softmax".
+Used by `block_attention.py`, `balanced_attention.py`, `ragged_attention.py` and `tree_attention.py`. A program holds
+TILE_M packed rows of one KV head of one request. It keeps a running softmax over tiles of TILE_N keys. Source: Milakov
+and Gimelshein 2018, "Online normalizer calculation for softmax".
 """
 
 import math

@@ -103,3 +103,20 @@ def is_ancestor(words: Tensor) -> Tensor:
     """Return whether row j is row i or one of its ancestors: [R, M, S] words -> [R, M, M] bool."""
     row = torch.arange(words.shape[1], device=words.device)
     return (words[:, :, row // WORD_BITS] >> row % WORD_BITS & 1).bool()
+
+
+def ranks_of_text(tree: Tree, text: Tensor) -> Tensor:
+    """Return the node, counted from 0, that each token of a text [R, K] has in its tree: [R, K] int64.
+
+    N stands for a token without a node. The first n nodes of a tree are the tree of n nodes, so the tokens with ranks
+    below n are the tokens that this smaller tree accepts.
+    """
+    num_nodes = tree.token_ids.shape[1]
+    row, ranks = torch.zeros_like(text[:, :1]), []
+    for place in range(text.shape[1]):
+        token = text[:, place : place + 1]
+        is_next = (tree.token_ids >= 0) & (tree.token_ids == token) & (tree.parents == row)
+        rank = torch.where(is_next.any(1), is_next.long().argmax(1), num_nodes)
+        row = torch.where(rank < num_nodes, rank + 1, -1)[:, None]  # no node has this parent
+        ranks.append(rank)
+    return torch.stack(ranks, dim=1)

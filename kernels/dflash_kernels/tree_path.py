@@ -140,7 +140,7 @@ def move_rows(pages: Tensor, sources: Tensor, slots: Tensor) -> None:
     require(pages.dim() == 5 and pages.is_contiguous(), "pages", "five axes, contiguous")
     require(sources.shape == slots.shape and sources.dim() == 2, "sources, slots", "one per row of a path")
     raw = pages.view(torch.uint8)
-    num_pages, num_layers, _, page_size, num_bytes = raw.shape
+    _, num_layers, _, page_size, num_bytes = raw.shape
     if sources.numel() and raw.numel():
         _move_rows_kernel[(len(sources), 2 * num_layers, -(-num_bytes // MOVE_TILE))](
             raw, sources.contiguous(), slots.contiguous(), raw.stride(0), raw.stride(2), raw.stride(3), num_bytes,

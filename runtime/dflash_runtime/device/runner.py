@@ -345,13 +345,13 @@ class Runner:
         page_table = self._page_table(rows, None if longest is None else longest + width)
         assert self.draft is not None
         attend = self._attend_draft(step, page_table)
-        tree = shape.build(self.kernels, self.draft.logits(step.block_ids, step.positions, attend, width - 1))
-        nodes = torch.where(tree.token_ids >= 0, self._to_target(tree.token_ids.clamp(min=0)), -1)
-        verified = VerifiedTree.of(tree._replace(token_ids=nodes), width - 1, slots)
-        ids = torch.cat((step.block_ids[:, :1], nodes.clamp(min=0)), dim=1)
+        logits = self.draft.logits(step.block_ids, step.positions, attend, width - 1)
+        tree = shape.build(self.kernels, logits, self.draft.target_ids)
+        verified = VerifiedTree.of(tree, width - 1, slots)
+        ids = torch.cat((step.block_ids[:, :1], tree.token_ids.clamp(min=0)), dim=1)
         positions = step.kv_lens[:, None] + verified.rows.depths
         sampling = self._sampling(rows, mode)
-        return Blocks(rows, step, page_table, sampling, Proposal(nodes), ids.flatten(), positions, verified)
+        return Blocks(rows, step, page_table, sampling, Proposal(tree.token_ids), ids.flatten(), positions, verified)
 
     def _accept(self, blocks: Blocks, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Accept drafts by hidden states [R * W, hidden] -> packed results [R, ...], slots of committed rows [R, W]."""

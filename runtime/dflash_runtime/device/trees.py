@@ -75,8 +75,11 @@ class TreeShape:
         )
         return block, step.slots
 
-    def build(self, kernels: Kernels, logits: Tensor) -> Tree:
-        """The tree of the draft's logits [R, K, V] over ids of the draft."""
+    def build(self, kernels: Kernels, logits: Tensor, target_ids: Tensor | None) -> Tree:
+        """The tree of the draft's logits [R, K, V]. `target_ids` [V] are the target's ids of the draft's ids.
+
+        None means that both models have the same ids.
+        """
         num_requests, num_positions, vocab_size = logits.shape
         count = min(self.num_candidates, vocab_size)
         flat = logits.flatten(0, 1)
@@ -86,4 +89,6 @@ class TreeShape:
         values, order = values.to(dtype).sort(dim=1, descending=True, stable=True)
         log_probs = values - flat.to(dtype).logsumexp(1, keepdim=True)
         shape = (num_requests, num_positions, count)
-        return build_tree(log_probs.view(shape), token_ids.gather(1, order).view(shape), self.num_nodes)
+        token_ids = token_ids.gather(1, order)
+        token_ids = token_ids if target_ids is None else target_ids[token_ids]
+        return build_tree(log_probs.view(shape), token_ids.view(shape), self.num_nodes)
