@@ -4,9 +4,10 @@ A file has milliseconds of a step, one number or one per measurement:
 
     {"plain": {"1": 5.1, "8": [5.3, 5.4]}, "resized": {"7": {"1": 6.5, "8": 7.4}}, "narrowed": {...}, "source": "..."}
 
-The keys of the outer objects are K, the keys of the inner objects are batch sizes. The trained K may be in `resized` or
-in `narrowed`. The document of `dflash tune --json` has the same object in `step_times`, and can be given too. Lists of
-equal length are paired by round, so that a disturbed round does not look like a difference.
+The keys of the outer objects are K, and in `trees` numbers of drafted tokens. The keys of the inner objects are batch
+sizes. The trained K may be in `resized` or in `narrowed`. The document of `dflash tune --json` has the same object in
+`step_times`, and can be given too. Lists of equal length are paired by round, so that a disturbed round does not look
+like a difference.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +42,9 @@ class StepTimes:
     plain: Annotated[TimesByBatch, "by batch size"]
     resized: Annotated[TimesByK, NOT_REQUIRED, "by K, then by batch size"] = field(default_factory=dict)
     narrowed: Annotated[TimesByK, NOT_REQUIRED, "by K, then by batch size"] = field(default_factory=dict)
+    trees: Annotated[TimesByK, NOT_REQUIRED, "by number of drafted tokens, then by batch size"] = field(
+        default_factory=dict
+    )
     settings: Annotated[Settings, OPTIONAL, "of the measurement; --resume compares them"] = field(default_factory=dict)
 
 
@@ -64,11 +68,16 @@ class StepCosts:
     def times(self) -> StepTimes:
         """The document of these times. The whole block is in `resized`."""
         ways: dict[str, dict[int, TimesByBatch]] = {way: {} for way in WAYS}
+        trees: dict[int, TimesByBatch] = {}
         for candidate, times in sorted(self.drafting.items()):
-            way = "resized" if candidate.way == "whole" else candidate.way
-            ways[way][candidate.num_speculative_tokens] = dict(sorted(times.items()))
+            found = dict(sorted(times.items()))
+            if candidate.way == "tree":
+                trees[candidate.num_nodes] = found
+            else:
+                way = "resized" if candidate.way == "whole" else candidate.way
+                ways[way][candidate.num_speculative_tokens] = found
         plain = dict(sorted(self.plain.items()))
-        return StepTimes(source=self.source, plain=plain, resized=ways["resized"], narrowed=ways["narrowed"])
+        return StepTimes(source=self.source, plain=plain, trees=trees, **ways)
 
 
 def read_step_times(path: Path) -> StepTimes:
@@ -97,6 +106,8 @@ def read_step_costs(path: Path, trained: int) -> StepCosts:
         for number, by_batch in _from_one(getattr(times, way), way, path):
             candidate = Candidate(number, "whole" if number == trained else way)
             drafting.setdefault(candidate, _as_times(by_batch, f"{way}.{number}", path))
+    for number, by_batch in _from_one(times.trees, "trees", path):
+        drafting[Candidate(trained, "tree", number)] = _as_times(by_batch, f"trees.{number}", path)
     if not drafting:
         raise UsageError(
             id="no-step-times", path=path, field="resized", found=times.resized, expected="step times of one K or more"
@@ -110,7 +121,7 @@ def check_complete(costs: StepCosts, numbers: Sequence[int], batches: Sequence[i
     Raises:
         UsageError: naming the field of a missing time.
     """
-    known = {item.num_speculative_tokens: times for item, times in costs.drafting.items() if item.way != "narrowed"}
+    known = {item.num_speculative_tokens: times for item, times in costs.drafting.items() if item.is_resized}
     for batch in batches:
         if batch not in costs.plain:
             raise _missing(costs, f"plain.{batch}")

@@ -57,8 +57,8 @@ def build_tree(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree:
     row_of = torch.zeros_like(order).scatter(1, order, rows)
     # A path of the first level continues the anchor. A later one continues a path of the level before.
     before = torch.cat((row_of.new_zeros((num_requests, num_nodes)), row_of[:, :-num_nodes]), dim=1)
-    offsets = torch.arange(num_positions, device=order.device).repeat_interleave(num_nodes) * num_nodes
-    parents = before.gather(1, paths + offsets)
+    place = torch.arange(all_scores.shape[1], device=order.device)
+    parents = before.gather(1, paths + place // num_nodes * num_nodes)
     order, is_node = order[:, :num_nodes], best[:, :num_nodes] > -torch.inf
     return Tree(
         token_ids=torch.where(is_node, ids.gather(1, order), -1),
