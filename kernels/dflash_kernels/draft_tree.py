@@ -2,12 +2,14 @@
 
 A draft that predicts all positions of a block in one pass gives a distribution for each position. A path of d tokens
 has the product of d probabilities. The tree has the N paths with the highest products. A path is never more likely
-than its beginning, so these paths form a tree. Source: arXiv 2604.12989 (DDTree).
+than its beginning, so these paths form a tree. Source: arXiv 2604.12989 (DDTree). A draft with a selector gives a
+distribution for each candidate of the position before; a path has the product along its own candidates.
 
 Row 0 of a tree is the anchor. Row i is node i - 1, and the row of a parent is lower than the rows of its children.
 Everything here is a fixed number of torch operations with shapes that depend only on sizes, so graphs capture it.
 
-Axis letters: R requests, K positions of a block, C candidates, N nodes, M rows (N + 1), S words of 64 bits.
+Axis letters: R requests, K positions of a block, B candidates of the position before, C candidates, N nodes, M rows
+(N + 1), S words of 64 bits.
 """
 
 from functools import cache
@@ -33,32 +35,38 @@ class Tree(NamedTuple):
 def build_tree(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree:
     """Return the `num_nodes` most likely paths of each request.
 
-    log_probs  [R, K, C] in descending order along C; NaN counts as -inf, and a candidate of -inf is left out
+    log_probs  [R, K, B, C]; NaN counts as -inf, and a candidate of -inf is left out. With B = 1 every candidate of the
+               position before has the same distribution, and candidates are in descending order. The first position
+               reads the first row only.
     token_ids  [R, K, C] int64, the tokens of these candidates
 
-    C = N candidates are enough for the exact tree, because a node's better siblings are nodes too. Equal products rank
-    by depth, then by the parent's rank, then by the candidate's rank.
+    With B = 1, C = N candidates are enough for the exact tree, because a node's better siblings are nodes too. Equal
+    products rank by depth, then by the parent's rank, then by the candidate's place.
 
     Levels are grown one after another. The N best paths of a level come from the N best paths of the level before.
     """
-    num_requests, num_positions, num_candidates = log_probs.shape
+    num_requests, num_positions, num_before, num_candidates = log_probs.shape
     log_probs = log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    path, rank = _pairs(num_nodes, num_candidates, log_probs.device)
+    path, place = _pairs(num_nodes, num_candidates, num_before == 1, log_probs.device)
     scores = log_probs.new_full((num_requests, num_nodes), -torch.inf)
     scores[:, 0] = 0  # the anchor
+    last = torch.zeros_like(scores, dtype=torch.int64)  # where each path's last candidate is in the axis B
     levels = []
     for position in range(num_positions):
-        grown, order = (scores[:, path] + log_probs[:, position, rank]).sort(dim=1, descending=True, stable=True)
-        scores, order = grown[:, :num_nodes], order[:, :num_nodes]
-        levels.append((scores, token_ids[:, position].gather(1, rank[order]), path[order]))
+        added = log_probs[:, position].flatten(1).gather(1, last[:, path] * num_candidates + place)
+        grown, order = (scores[:, path] + added).sort(dim=1, descending=True, stable=True)
+        scores, order = _padded(grown, num_nodes, -torch.inf), _padded(order, num_nodes, 0)
+        chosen = place[order]
+        last = chosen if num_before > 1 else last
+        levels.append((scores, token_ids[:, position].gather(1, chosen), path[order]))
     all_scores, ids, paths = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
     best, order = all_scores.sort(dim=1, descending=True, stable=True)
     rows = torch.arange(1, all_scores.shape[1] + 1, device=order.device).expand_as(order)
     row_of = torch.zeros_like(order).scatter(1, order, rows)
     # A path of the first level continues the anchor. A later one continues a path of the level before.
     before = torch.cat((row_of.new_zeros((num_requests, num_nodes)), row_of[:, :-num_nodes]), dim=1)
-    place = torch.arange(all_scores.shape[1], device=order.device)
-    parents = before.gather(1, paths + place // num_nodes * num_nodes)
+    column = torch.arange(all_scores.shape[1], device=order.device)
+    parents = before.gather(1, paths + column // num_nodes * num_nodes)
     order, is_node = order[:, :num_nodes], best[:, :num_nodes] > -torch.inf
     return Tree(
         token_ids=torch.where(is_node, ids.gather(1, order), -1),
@@ -67,19 +75,25 @@ def build_tree(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree:
     )
 
 
+def _padded(values: Tensor, count: int, fill: float) -> Tensor:
+    """Return the first `count` columns, filled up if there are fewer."""
+    return torch.nn.functional.pad(values, (0, count - values.shape[1]), value=fill)
+
+
 @cache
-def _pairs(num_nodes: int, num_candidates: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _pairs(num_nodes: int, num_candidates: int, is_sorted: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the pairs of a path of a level and a candidate of the next position that may be among the N best.
 
-    Path j with candidate c, both counted from 0, has at least (j + 1) * (c + 1) - 1 better pairs.
+    If candidates are sorted alike for all paths, path j with candidate c, both counted from 0, has at least
+    (j + 1) * (c + 1) - 1 better pairs.
     """
     pairs = [
-        (path, rank)
+        (path, place)
         for path in range(num_nodes)
-        for rank in range(min(num_nodes // (path + 1), num_candidates))
-    ]  # fmt: skip
-    path, rank = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(device)
-    return path, rank
+        for place in range(min(num_nodes // (path + 1) if is_sorted else num_candidates, num_candidates))
+    ]
+    path, place = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(device)
+    return path, place
 
 
 def ancestor_words(parents: Tensor, num_positions: int) -> Tensor:

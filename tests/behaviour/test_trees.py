@@ -13,13 +13,12 @@ from dflash_kernels.suite import REFERENCE
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.kv import KVCache, PagedAttention
-from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.drafts.draft import Draft, SelectingDraft
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_testing.hybrid_pair import random_hybrid_target
 from dflash_testing.pairs import (
-    DFLASH2,
     DSPARK,
     bundled_draft_model,
     bundled_llm,
@@ -116,10 +115,11 @@ def test_acceptance_equals_a_search_without_a_cache(draft: str) -> None:
     assert sum(lengths[8]) / len(lengths[8]) < sum(lengths[64]) / len(lengths[64])
 
 
-def test_one_candidate_per_position_gives_the_steps_of_a_block() -> None:
+@pytest.mark.parametrize("draft", ["tiny", "tiny:dflash2"])
+def test_one_candidate_per_position_gives_the_steps_of_a_block(draft: str) -> None:
     params = SamplingParams(max_new_tokens=16)
-    wanted = tree_llm(None, max_num_requests=3).generate(prompts(), params)
-    outputs = tree_llm(NUM_DRAFTS, tree_candidates=1, max_num_requests=3).generate(prompts(), params)
+    wanted = tree_llm(None, draft, max_num_requests=3).generate(prompts(), params)
+    outputs = tree_llm(NUM_DRAFTS, draft, tree_candidates=1, max_num_requests=3).generate(prompts(), params)
     assert outputs == wanted
     assert [output.drafts for output in outputs] == [output.drafts for output in wanted]
 
@@ -132,6 +132,25 @@ def test_a_text_equals_plain_decoding(num_nodes: int) -> None:
     plain = bundled_llm(None, 0).generate(prompts(), params)
     assert any(output.finish_reason == "stop" for output in plain)
     assert texts(tree_llm(num_nodes).generate(prompts(), params)) == texts(plain)
+
+
+@torch.inference_mode()
+def test_scores_of_pairs_are_the_logits_along_a_text_of_candidates() -> None:
+    target = random_target(torch.float64)
+    draft = random_draft(target, torch.float64, **DFLASH2)
+    assert isinstance(draft, SelectingDraft)
+    blocks = torch.tensor([[5, *[96] * NUM_DRAFTS], [7, *[96] * NUM_DRAFTS]])
+    positions = torch.arange(NUM_DRAFTS + 1).expand(2, -1)
+    attend = PagedAttention.in_order(
+        REFERENCE, KVCache(draft.config, 1, 8, placement(torch.float64)), 0, draft.config.causal, draft.config.windows
+    )
+    attend = replace(attend, page_table=attend.page_table.expand(2, -1), context_lens=torch.zeros(2).long())
+    candidates, scores = draft.candidate_scores(blocks, positions, attend, NUM_DRAFTS)
+    for place in range(candidates.shape[2]):
+        text = candidates[:, :, place]
+        along = draft.logits_along(blocks, positions, attend, text).gather(-1, candidates)
+        torch.testing.assert_close(scores[:, 1:, place], along[:, 1:])
+        torch.testing.assert_close(scores[:, 0, place], along[:, 0])
 
 
 def test_windows_see_as_far_from_a_branch_as_from_a_chain() -> None:
@@ -217,8 +236,7 @@ def test_what_a_tree_cannot_verify_is_refused_by_name() -> None:
     target = random_target().config
     cases: list[tuple[Any, Any, str]] = [
         (random_hybrid_target().config, None, "tree-of-recurrent-layers"),
-        (target, random_draft_config(target, **DFLASH2), "tree-of-walking-draft"),
-        (target, random_draft_config(target, **DSPARK), "tree-of-walking-draft"),
+        (target, random_draft_config(target, **DSPARK), "tree-of-markov-draft"),
     ]
     for config, draft, expected in cases:
         check_capability("reference", config, draft, "float32")

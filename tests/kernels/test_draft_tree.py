@@ -1,6 +1,7 @@
 """Trees of draft tokens: the most likely paths, the accepted path, and attention of rows to their ancestors."""
 
 import heapq
+import itertools
 import math
 
 import pytest
@@ -23,7 +24,7 @@ def random_candidates(num_requests: int, num_positions: int, num_candidates: int
     logits = torch.randn(num_requests, num_positions, VOCAB, generator=generator, dtype=torch.float64)
     logits = logits * torch.rand(num_requests, num_positions, 1, generator=generator, dtype=torch.float64) * 6
     log_probs, token_ids = logits.log_softmax(-1).sort(dim=-1, descending=True)
-    return log_probs[..., :num_candidates].to(DEVICE), token_ids[..., :num_candidates].to(DEVICE)
+    return log_probs[:, :, None, :num_candidates].to(DEVICE), token_ids[..., :num_candidates].to(DEVICE)
 
 
 def random_tree(num_requests: int, num_positions: int, num_nodes: int, seed: int) -> Tree:
@@ -57,15 +58,34 @@ def test_a_tree_has_the_paths_of_a_search_over_all_nodes(num_nodes: int) -> None
     every = random_candidates(3, 7, VOCAB, seed=num_nodes)
     tree = build_tree(every[0][..., :num_nodes], every[1][..., :num_nodes], num_nodes)
     for request in range(3):
-        paths = likeliest_paths(every[0][request].tolist(), every[1][request].tolist(), num_nodes)
+        paths = likeliest_paths(every[0][request, :, 0].tolist(), every[1][request].tolist(), num_nodes)
         assert paths_of(tree, request) == paths
         assert tree.depths[request].tolist() == [len(path) for path in paths]
 
 
 @pytest.mark.reference
+@pytest.mark.parametrize("num_nodes", [5, 40])
+def test_a_tree_of_pairs_has_the_paths_of_a_search_over_all_nodes(num_nodes: int) -> None:
+    """The distribution of a position depends on the candidate before. A level may have fewer paths than nodes."""
+    generator = torch.Generator().manual_seed(num_nodes)
+    log_probs = (3 * torch.randn(2, 4, 3, 3, generator=generator, dtype=torch.float64)).log_softmax(-1).to(DEVICE)
+    ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:3] for _ in range(8)]).view(2, 4, 3).to(DEVICE)
+    tree = build_tree(log_probs, ids, num_nodes)
+    for request in range(2):
+        found: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
+        for path in (path for depth in range(1, 5) for path in itertools.product(range(3), repeat=depth)):
+            pairs = zip((0, *path), path, strict=False)
+            scores = [log_probs[request, place, before, own].item() for place, (before, own) in enumerate(pairs)]
+            found.append((-sum(scores), len(path), path))
+        best = [path for _, _, path in sorted(found)[1 : num_nodes + 1]]
+        expected = [tuple(ids[request, place, own].item() for place, own in enumerate(path)) for path in best]
+        assert paths_of(tree, request) == expected
+
+
+@pytest.mark.reference
 def test_equal_probabilities_rank_by_depth_then_parent_then_candidate() -> None:
     ids = torch.arange(6, device=DEVICE).view(1, 3, 2)
-    tree = build_tree(torch.zeros(1, 3, 2, device=DEVICE), ids, 7)
+    tree = build_tree(torch.zeros(1, 3, 1, 2, device=DEVICE), ids, 7)
     assert paths_of(tree, 0) == [(0,), (1,), (0, 2), (0, 3), (1, 2), (1, 3), (0, 2, 4)]
 
 
@@ -80,7 +100,7 @@ def test_one_candidate_per_position_gives_a_chain_and_then_no_nodes() -> None:
 
 @pytest.mark.reference
 def test_candidates_without_a_probability_are_no_nodes() -> None:
-    log_probs = torch.tensor([[[-0.5, -math.inf], [math.nan, -math.inf]]], device=DEVICE)
+    log_probs = torch.tensor([[[[-0.5, -math.inf]], [[math.nan, -math.inf]]]], device=DEVICE)
     tree = build_tree(log_probs, torch.arange(4, device=DEVICE).view(1, 2, 2), 4)
     assert tree.token_ids.tolist() == [[0, -1, -1, -1]]
 

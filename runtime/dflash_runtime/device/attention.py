@@ -74,7 +74,7 @@ def check_capability(
     """Refuse a pair, or a draft alone, if a layer needs attention that the backend lacks.
 
     With `has_fp8_pages`, also refuse a backend without KV in FP8, and a target that keeps its own cache. With
-    `has_trees`, also refuse a target that keeps more than KV in pages, and a draft that walks along a block.
+    `has_trees`, also refuse a target that keeps more than KV in pages, and a draft with a Markov head.
 
     Raises:
         UnsupportedError: names the layer, its attention, and the backends that compute it.
@@ -128,7 +128,7 @@ def _check_fp8_pages(backend: str, target: TargetConfig | None, backends: Mappin
 
 
 def _check_trees(target: TargetConfig | None, draft: DraftConfig | None) -> None:
-    """Refuse trees for recurrent layers, for a target with its own cache, and for a draft that walks along a block.
+    """Refuse trees for recurrent layers, for a target with its own cache, and for a draft with a Markov head.
 
     Raises:
         UnsupportedError: names the layers or the draft's family.
@@ -143,11 +143,11 @@ def _check_trees(target: TargetConfig | None, draft: DraftConfig | None) -> None
             f"the {target.model_type} target keeps KV in its own cache, and dflash verifies trees only over KV pages",
             id="tree-without-pages", field="--tree", found=target.model_type, hint="leave out --tree",
         )  # fmt: skip
-    if draft is not None and (draft.selector is not None or draft.markov is not None):
+    if draft is not None and draft.markov is not None:
         raise UnsupportedError(
-            f"a {draft.family} draft chooses its tokens one after another, and --tree needs one distribution per "
-            "position, as a plain DFlash draft gives it",
-            id="tree-of-walking-draft", field="--tree", found=draft.family, hint="leave out --tree",
+            f"a {draft.family} draft chooses each token after all tokens before it, and --tree needs one distribution "
+            "per position or per pair of tokens, as DFlash and DFlash 2 drafts give them",
+            id="tree-of-markov-draft", field="--tree", found=draft.family, hint="leave out --tree",
         )  # fmt: skip
 
 

@@ -345,8 +345,7 @@ class Runner:
         page_table = self._page_table(rows, None if longest is None else longest + width)
         assert self.draft is not None
         attend = self._attend_draft(step, page_table)
-        logits = self.draft.logits(step.block_ids, step.positions, attend, width - 1)
-        tree = shape.build(self.kernels, logits, self.draft.target_ids)
+        tree = shape.draft(self.kernels, self.draft, step.block_ids, step.positions, attend, width - 1)
         verified = VerifiedTree.of(tree, width - 1, slots)
         ids = torch.cat((step.block_ids[:, :1], tree.token_ids.clamp(min=0)), dim=1)
         positions = step.kv_lens[:, None] + verified.rows.depths

@@ -143,8 +143,8 @@ class TextPages:
         with as_current(self._placement.device):
             found = []
             for piece in self._pieces(draft, anchors, num_drafts):
-                logits = draft.logits(*self._inputs(draft, cache, piece, num_drafts))
-                tree = shape.build(self._placement.kernels, logits, draft.target_ids)
+                inputs = self._inputs(draft, cache, piece, num_drafts)
+                tree = shape.draft(self._placement.kernels, draft, *inputs, num_drafts)
                 found.append(ranks_of_text(tree, self._after(piece, num_drafts)))
         return torch.cat(found)
 

@@ -18,6 +18,8 @@ from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.step_rows import Bounds, RowState, StepRows
 from dflash_kernels.suite import Kernels
 from dflash_kernels.tree_attention import TreeRows
+from dflash_runtime.drafts.draft import Draft, SelectingDraft
+from dflash_runtime.models.layers import Attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,27 @@ class TreeShape:
         )
         return block, step.slots
 
-    def build(self, kernels: Kernels, logits: Tensor, target_ids: Tensor | None) -> Tree:
-        """The tree of the draft's logits [R, K, V]. `target_ids` [V] are the target's ids of the draft's ids.
+    def draft(
+        self, kernels: Kernels, draft: Draft, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int
+    ) -> Tree:
+        """Draft the first `num_drafts` masks of blocks [R, N] -> a tree of each block, with ids of the target."""
+        if isinstance(draft, SelectingDraft):
+            token_ids, scores = draft.candidate_scores(block_ids, positions, attend, num_drafts)
+            log_probs = self._cut(scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1))
+        else:
+            token_ids, log_probs = self._best(kernels, draft.logits(block_ids, positions, attend, num_drafts))
+        token_ids = token_ids if draft.target_ids is None else draft.target_ids[token_ids]
+        return build_tree(log_probs, token_ids, self.num_nodes)
 
-        None means that both models have the same ids.
-        """
+    def _cut(self, log_probs: Tensor) -> Tensor:
+        """Log-probabilities [R, K, C, C] with -inf for all but the most likely candidates of each row."""
+        if self.num_candidates >= log_probs.shape[-1]:
+            return log_probs
+        kept = log_probs.topk(self.num_candidates, dim=-1)
+        return torch.full_like(log_probs, -torch.inf).scatter(-1, kept.indices, kept.values)
+
+    def _best(self, kernels: Kernels, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The best tokens [R, K, C] of logits [R, K, V] in descending order, and log-probabilities [R, K, 1, C]."""
         num_requests, num_positions, vocab_size = logits.shape
         count = min(self.num_candidates, vocab_size)
         flat = logits.flatten(0, 1)
@@ -89,6 +107,4 @@ class TreeShape:
         values, order = values.to(dtype).sort(dim=1, descending=True, stable=True)
         log_probs = values - flat.to(dtype).logsumexp(1, keepdim=True)
         shape = (num_requests, num_positions, count)
-        token_ids = token_ids.gather(1, order)
-        token_ids = token_ids if target_ids is None else target_ids[token_ids]
-        return build_tree(log_probs.view(shape), token_ids.view(shape), self.num_nodes)
+        return token_ids.gather(1, order).view(shape), log_probs.view(shape)[:, :, None]
