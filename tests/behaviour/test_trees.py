@@ -19,6 +19,7 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_testing.hybrid_pair import random_hybrid_target
 from dflash_testing.pairs import (
+    DFLASH2,
     DSPARK,
     bundled_draft_model,
     bundled_llm,
