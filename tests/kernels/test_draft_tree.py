@@ -13,7 +13,7 @@ from dflash_kernels.draft_tree import Tree, ancestor_words, build_tree, is_ances
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.tree_attention import TreeRows, tree_attention, tree_attention_ref
 from dflash_kernels.tree_path import follow_tree, follow_tree_ref, move_rows, move_rows_ref
-from dflash_testing.tensors import DEVICE, assert_rows_close, normal, random_pages, random_softmax
+from dflash_testing.tensors import DEVICE, SAMPLED_DTYPES, assert_rows_close, normal, random_pages, random_softmax
 
 VOCAB = 70
 
@@ -171,16 +171,17 @@ def tree_rows(tree: Tree, num_positions: int) -> TreeRows:
     return TreeRows(depths, ancestor_words(tree.parents, num_positions))
 
 
+@pytest.mark.parametrize("dtype", SAMPLED_DTYPES)
 @pytest.mark.parametrize("kind", ["plain", "both"])
 @pytest.mark.parametrize("window", [None, 3, 20])
-def test_a_row_attends_as_the_last_row_of_its_path_alone(window: int | None, kind: str) -> None:
+def test_a_row_attends_as_the_last_row_of_its_path_alone(window: int | None, kind: str, dtype: torch.dtype) -> None:
     """Each row of a tree equals the last row of a causal block that has only the row's path. The kernel equals both."""
     lens, num_nodes = [0, 5, 37], 20
-    pages = random_pages(lens, 2, 16, 8, torch.float32, seed=3)
-    softmax = random_softmax(kind, 4)
+    pages = random_pages(lens, 2, 16, 8, dtype, seed=3)
+    softmax = random_softmax(kind, 4, dtype)
     tree = tree_rows(random_tree(3, 6, num_nodes, seed=8), 6)
-    query = normal(3, num_nodes + 1, 4, 16, dtype=torch.float32, seed=1)
-    kv = normal(3, num_nodes + 1, 4, 16, dtype=torch.float32, seed=2)
+    query = normal(3, num_nodes + 1, 4, 16, dtype=dtype, seed=1)
+    kv = normal(3, num_nodes + 1, 4, 16, dtype=dtype, seed=2)
     keys, values = kv[:, :, :2], kv[:, :, 2:]
     caches = pages.clean()
     found = tree_attention_ref(
@@ -201,7 +202,7 @@ def test_a_row_attends_as_the_last_row_of_its_path_alone(window: int | None, kin
         query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, pages.context_lens, tree,
         window=window, softmax=softmax,
     )  # fmt: skip
-    assert_rows_close(own, found, torch.float32)
+    assert_rows_close(own, found, dtype)
 
 
 @pytest.mark.reference
