@@ -77,7 +77,9 @@ class StepCosts:
                 way = "resized" if candidate.way == "whole" else candidate.way
                 ways[way][candidate.num_speculative_tokens] = found
         plain = dict(sorted(self.plain.items()))
-        return StepTimes(source=self.source, plain=plain, trees=trees, **ways)
+        return StepTimes(
+            source=self.source, plain=plain, resized=ways["resized"], narrowed=ways["narrowed"], trees=trees
+        )
 
 
 def read_step_times(path: Path) -> StepTimes:

@@ -68,7 +68,7 @@ def draft_log_probs(draft: Draft, features: Tensor, anchor: int) -> Tensor:
 def best_paths(log_probs: Tensor, num_nodes: int) -> set[tuple[int, ...]]:
     """The most likely paths, found one node at a time. A node's next sibling and first child are looked at later."""
     values, ids = (item.tolist() for item in log_probs.sort(dim=-1, descending=True, stable=True))
-    heap = [(-values[0][0], (0,))]
+    heap: list[tuple[float, tuple[int, ...]]] = [(-values[0][0], (0,))]
     found: set[tuple[int, ...]] = set()
     while len(found) < num_nodes:
         score, ranks = heapq.heappop(heap)
