@@ -16,8 +16,8 @@ class CandidateOptions(Request):
         int | None,
         Option(
             metavar="N", min=1, group=DRAFTING,
-            help="With --tree: use at most the N most likely tokens of each position. Default: as many as nodes, which "
-            "gives the most likely tree.",
+            help="With --tree: use at most the N most likely tokens of each position. Default: N of --tree, for "
+            "the most likely tree.",
         ),
     ] = None  # fmt: skip
 
@@ -54,7 +54,7 @@ class TreeOptions(CandidateOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TreesOptions(CandidateOptions):
-    """Trees of draft tokens, several of which a replay compares."""
+    """Trees of draft tokens. A replay compares several sizes."""
 
     tree: Annotated[
         tuple[int, ...],

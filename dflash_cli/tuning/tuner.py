@@ -154,7 +154,7 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
 
 
 def _check_trees(pair: LoadedPair) -> None:
-    """Refuse a pair whose trees cannot be verified. Raises the errors of `check_capability`."""
+    """Refuse a pair that cannot verify trees. Raises the errors of `check_capability`."""
     assert pair.draft is not None, "a pair that drafts"
     placement = pair.placement
     check_capability(

@@ -191,7 +191,7 @@ def walk_tree(
     acc, row_max, weight_sum, scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of a tree's rows to a running softmax. A row sees the rows whose bit is set in its `words`.
+    """Add the keys of a tree's rows to a running softmax. The bits of `words` say which rows a row sees.
 
     depth   [TILE_M] depth of each query row
     depths  depths of the tree's rows

@@ -33,7 +33,7 @@ def follow_tree_ref(tree: Tree, chosen: Tensor, num_rows: int) -> Path:
     """Return the path of W = `num_rows` rows that the target's choices select.
 
     chosen  [R, M] int64, the target's token after each row
-    After the last accepted node the path goes on with first children, none of which is accepted.
+    After the last accepted node the path goes on with first children, which the target did not choose.
     """
     num_requests, num_nodes = tree.token_ids.shape
     end = num_nodes + 1  # stands for no row
@@ -133,8 +133,8 @@ MOVE_TILE = 1024
 def move_rows(pages: Tensor, sources: Tensor, slots: Tensor) -> None:
     """Compute `move_rows_ref` in one launch. Each program moves one part of every row of a path, in order.
 
-    A source must not be the slot of an earlier row of the same path. This holds for paths of a tree whose rows are in
-    the order of positions: row i of a path is row i of the tree or a later one.
+    A source must not be the slot of an earlier row of the same path. Paths of a tree meet this condition: row i of a
+    path is row i of the tree or a later row.
     """
     check_tensors(pages, sources, slots)
     require(pages.dim() == 5 and pages.is_contiguous(), "pages", "five axes, contiguous")

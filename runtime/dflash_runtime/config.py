@@ -445,8 +445,8 @@ class EngineConfig:
                              decode plainly. The text stays the same, but the measured acceptance may be lower.
     num_tree_nodes           verify a tree of this many drafted tokens per step instead of one block. The text stays the
                              same.
-    tree_candidates          the most tokens per position that may become nodes, by default as many as nodes, which
-                             gives the most likely tree. With 1 the tree is a chain.
+    tree_candidates          the most tokens per position that may become nodes. By default there is no limit. With 1
+                             the tree is a chain.
     target_runtime           "native" runs the target with this package's code, "transformers" with transformers' code
                              over our pages if possible, and "transformers-cache" with its own cache. "auto" is native
                              if a family supports the target, otherwise transformers.

@@ -135,7 +135,7 @@ def _check_trees(target: TargetConfig | None, draft: DraftConfig | None) -> None
     """
     if target is not None and target.recurrence is not None:
         raise UnsupportedError(
-            f"the {target.model_type} target has recurrent layers, whose state follows one path, and a tree has many",
+            f"the {target.model_type} target has recurrent layers: their state follows one path, and a tree has many",
             id="tree-of-recurrent-layers", field="--tree", found=target.model_type, hint="leave out --tree",
         )  # fmt: skip
     if target is not None and target.own_cache is not None:

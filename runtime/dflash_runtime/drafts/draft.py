@@ -100,7 +100,7 @@ class WalkingDraft(Draft, Protocol):
 
 @runtime_checkable
 class SelectingDraft(WalkingDraft, Protocol):
-    """A walking draft whose choice depends only on the token before, among few candidates of each position."""
+    """A walking draft that chooses among few candidates of each position, by the token before alone."""
 
     def candidate_scores(
         self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int
