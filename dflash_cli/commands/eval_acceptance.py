@@ -99,7 +99,7 @@ class EvaluationRequest(
             raise UsageError(field="--verify-width", found=1, expected="2 or more: 1 verifies no drafted token")
         if self.mode == "live" and len(self.trees) > 1:
             raise UsageError(
-                field="--tree", found=list(self.trees), expected="one number of nodes",
+                id="several-trees", field="--tree", found=list(self.trees), expected="one number of nodes",
                 hint="--mode replay compares several on a dump",
             )  # fmt: skip
         if self.mode == "replay":
