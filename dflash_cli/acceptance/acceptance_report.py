@@ -26,6 +26,8 @@ from dflash_cli.acceptance.intervals.statistics import (
     value_text,
 )
 from dflash_cli.acceptance.rejected_tokens import RejectedToken
+from dflash_cli.acceptance.tree_results import TITLE as TREE_TITLE
+from dflash_cli.acceptance.tree_results import TreeResult, tree_table
 from dflash_cli.figures.figure import Figure
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun, ReplayRun
@@ -73,6 +75,9 @@ class Evaluation(Shown):
         Calibration | None, NOT_REQUIRED, "how well the draft's confidence predicts acceptance of held-out prompts"
     ] = None
     blocks: Annotated[tuple[PredictedBlock, ...], HIDDEN] = ()
+    trees: Annotated[
+        tuple[TreeResult, ...], NOT_REQUIRED, "with --mode replay --tree: trees of these sizes along the same texts"
+    ] = ()
     disaggregation: Annotated[
         Disaggregation | None,
         NOT_REQUIRED,
@@ -122,7 +127,7 @@ class Evaluation(Shown):
 
     @property
     def remarks(self) -> list[list[str]]:
-        """Paragraphs about the context, right answers, calibration and, with prompts prefilled elsewhere, the hand-off."""
+        """Paragraphs about context, right answers, calibration and, with prompts prefilled elsewhere, the hand-off."""
         found = [self.context.lines] if self.context is not None else []
         found += [item.lines for item in self.exact_match]
         if self.calibration is not None:
@@ -138,6 +143,8 @@ def headline(evaluation: Evaluation) -> str:
     if total.counts.is_capped:
         num_verified = sum(count > 0 for count in total.counts.per_pos_verified)
         parts.append(f"capped: of {block - 1} drafted tokens {num_verified} were verified")
+    if num_nodes := evaluation.settings.get("num_tree_nodes"):
+        parts.append(f"from trees of {num_nodes} drafted tokens")
     if evaluation.failed:
         parts.append(f"{evaluation.num_failed} of {evaluation.num_prompts} prompts not measured")
     if (lookup := evaluation.settings.get("drafting")) is not None:
@@ -185,6 +192,8 @@ def past_end(total: Summary) -> list[str]:
 def tables(evaluation: Evaluation, *, is_full: bool = True) -> dict[str, Table]:
     """Return columns and rows by title, all within 80 columns. `is_full` adds rejected tokens and other definitions."""
     found = {"by position": position_table(evaluation.total)}
+    if evaluation.trees:
+        found[TREE_TITLE] = tree_table(evaluation.trees, evaluation.total)
     if evaluation.conditions:
         found["by condition"] = _condition_table(evaluation)
     if evaluation.categories:

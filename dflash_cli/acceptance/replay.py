@@ -9,8 +9,9 @@ anchors weights every anchor equally. It differs from the walk, which skips anch
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from dflash_cli.acceptance.intervals.statistics import Anchors, Summary, summari
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.acceptance.measure import by_category
 from dflash_cli.acceptance.rejected_tokens import find_rejected
+from dflash_cli.acceptance.tree_results import TreeResult
 from dflash_cli.checkpoints.checkpoint_identity import digest_ends, identify
 from dflash_cli.checkpoints.opening import NO_OVERRIDES, DraftCheckpoint, Overrides
 from dflash_cli.generation.answers import Answer
@@ -39,6 +41,7 @@ from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.device.results import read_confidences
 from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolve_kernels, resolve_kv_dtype
 from dflash_runtime.device.text_pages import Anchor, TextPages
+from dflash_runtime.device.trees import TreeShape
 from dflash_runtime.documents import fields_of
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
 from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
@@ -58,7 +61,8 @@ class ReplayRequest:
     """A draft, the dump to judge it on, and optionally the target that provides embedding and head.
 
     The mean uses every `every`-th anchor of each text. 0 leaves the mean out, and drafts only the chained walk. The
-    walks are written to `journal` in the form of an evaluation's answers.
+    walks are written to `journal` in the form of an evaluation's answers. Trees of each of `trees` nodes walk the texts
+    too, with at most `tree_candidates` tokens per position.
     """
 
     draft: DraftCheckpoint
@@ -72,15 +76,18 @@ class ReplayRequest:
     num_resamples: int = 10_000
     journal: Path | None = None
     force: bool = False
+    trees: tuple[int, ...] = ()
+    tree_candidates: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The steps of a draft along one text: at the sampled anchors, and in the chained walk."""
+    """The steps of a draft along one text: at sampled anchors, in the chained walk, and in the walk of each tree."""
 
     text: DumpedText
     sampled: tuple[DraftStep, ...]
     walked: tuple[DraftStep, ...]
+    trees: tuple[tuple[DraftStep, ...], ...] = ()
 
     def output(self, steps: Sequence[DraftStep]) -> RequestOutput:
         """Return the steps as a request's output, for the statistics."""
@@ -126,7 +133,13 @@ class Replay:
         longest = max(len(text.token_ids) for text in dump.texts)
         kv_dtype = resolve_kv_dtype(config.kv_dtype)
         self.placement = Placement(device, dtype, kernels, longest + self.num_drafts + 1, kv_dtype=kv_dtype)
-        check_capability(kernels.name, None, draft.config, self.placement.dtype_name)
+        check_capability(
+            kernels.name, None, draft.config, self.placement.dtype_name, has_trees=bool(request.trees)
+        )  # fmt: skip
+        self.tree_shape: TreeShape | None = None
+        if request.trees:
+            most = max(request.trees)
+            self.tree_shape = TreeShape(most, request.tree_candidates or most)
         ends = borrow_ends(draft, request.head_from, self.placement)
         weights = load_draft_weights(draft, self.placement)
         self.draft: Draft = build_draft(draft.config, weights, ends, self.placement)
@@ -192,28 +205,48 @@ class _TextGroup:
         features = torch.cat([replay.features(text) for text in texts])
         self._cache = self._pages.write_context(replay.draft, features)
         self._steps: dict[Anchor, DraftStep] = {}
+        self._ranks: dict[Anchor, list[int]] = {}  # nodes of the text after an anchor, in the largest tree
 
     def replay(self, every: int) -> Iterator[Replayed]:
         ranges = [self._replay.anchors(text) for text in self._texts]
         sampled = [[(index, at) for at in span[::every]] if every else [] for index, span in enumerate(ranges)]
         self._judge([anchor for anchors in sampled for anchor in anchors])
-        walks = self._walk(ranges)
+        walks = self._walk(ranges, self._steps.__getitem__)
+        trees = [self._walk(ranges, partial(self._tree_step, num_nodes)) for num_nodes in self._replay.request.trees]
         for index, text in enumerate(self._texts):
-            yield Replayed(text, tuple(self._steps[anchor] for anchor in sampled[index]), tuple(walks[index]))
+            steps = tuple(self._steps[anchor] for anchor in sampled[index])
+            yield Replayed(text, steps, tuple(walks[index]), tuple(tuple(walk[index]) for walk in trees))
 
-    def _walk(self, ranges: Sequence[range]) -> list[list[DraftStep]]:
+    def _walk(self, ranges: Sequence[range], step_at: Callable[[Anchor], DraftStep]) -> list[list[DraftStep]]:
         """Return the steps of each text's chained walk. All texts advance one step at a time."""
         walks: list[list[DraftStep]] = [[] for _ in ranges]
         front = {index: span.start for index, span in enumerate(ranges) if span}
         while front:
             self._judge([anchor for anchor in front.items() if anchor not in self._steps])
             for index, position in list(front.items()):
-                step = self._steps[index, position]
+                step = step_at((index, position))
                 walks[index].append(step)
                 front[index] = position + step.num_accepted + 1
                 if front[index] not in ranges[index]:
                     del front[index]
         return walks
+
+    def _tree_step(self, num_nodes: int, anchor: Anchor) -> DraftStep:
+        """Return the step of a tree of `num_nodes` nodes at an anchor that was judged."""
+        block, (index, position) = self._steps[anchor], anchor
+        num_accepted = sum(rank < num_nodes for rank in self._ranks[anchor])
+        accepted = self._texts[index].token_ids[position + 1 : position + 1 + num_accepted]
+        return replace(
+            block,
+            draft_ids=(*accepted, *[-1] * (self._replay.num_drafts - num_accepted)),
+            num_accepted=num_accepted,
+            num_committed=min(num_accepted + 1, self._num_left(anchor)),
+        )
+
+    def _num_left(self, anchor: Anchor) -> int:
+        """Return the number of tokens that an answer has after an anchor."""
+        text = self._texts[anchor[0]]
+        return text.prompt_len + text.answer_len - 1 - anchor[1]
 
     def _judge(self, anchors: Sequence[Anchor]) -> None:
         if not anchors:
@@ -224,15 +257,16 @@ class _TextGroup:
         accepted = self._pages.count_right(anchors, proposed).tolist()
         predicted = [()] * len(anchors) if confidences is None else read_confidences(confidences)
         for anchor, draft_ids, num_accepted, own in zip(anchors, proposed.tolist(), accepted, predicted, strict=True):
-            text, position = self._texts[anchor[0]], anchor[1]
-            left = text.prompt_len + text.answer_len - 1 - position
             self._steps[anchor] = DraftStep(
-                start=position + 1 - text.prompt_len,
+                start=anchor[1] + 1 - self._texts[anchor[0]].prompt_len,
                 draft_ids=tuple(draft_ids),
                 num_accepted=num_accepted,
-                num_committed=min(num_accepted + 1, left),
+                num_committed=min(num_accepted + 1, self._num_left(anchor)),
                 confidences=own,
             )
+        if replay.tree_shape is not None:
+            ranks = self._pages.rank_in_trees(replay.draft, self._cache, anchors, replay.num_drafts, replay.tree_shape)
+            self._ranks |= zip(anchors, ranks.tolist(), strict=True)
 
 
 def replay(request: ReplayRequest) -> Evaluation:
@@ -247,13 +281,22 @@ def replay(request: ReplayRequest) -> Evaluation:
     seconds = time.perf_counter() - started
     answers = [Answer(item.text.row, item.text.turn, item.output(item.walked), None) for item in found]
     sampled = [Answer(item.text.row, item.text.turn, item.output(item.sampled), None) for item in found]
+    trees = [
+        [Answer(item.text.row, item.text.turn, item.output(item.trees[index]), None) for item in found]
+        for index in range(len(request.trees))
+    ]
     rows = list({item.text.row.index: item.text.row for item in found}.values())
     settings, head = _settings(ready), request.head_from
     with Journal(request.journal, settings, rows, resume=False, force=request.force) as journal:
         for answer in answers:
             journal.add(answer)
+    total = _summarise(answers, ready)
     return Evaluation(
-        total=_summarise(answers, ready),
+        total=total,
+        trees=tuple(
+            TreeResult.of(num_nodes, _summarise(walked, ready), total)
+            for num_nodes, walked in zip(request.trees, trees, strict=True)
+        ),
         categories={name: _summarise(members, ready) for name, members in by_category(answers).items()},
         anchors=Anchors.of(_summarise(sampled, ready)) if request.every else None,
         settings=settings,

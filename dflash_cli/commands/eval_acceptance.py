@@ -25,6 +25,7 @@ from dflash_cli.terminal.options import (
 )
 from dflash_cli.terminal.requests import ENGINE, MEASURING, OUTPUT, Option, verb
 from dflash_cli.terminal.sampling_options import BlockOptions, LookupOptions
+from dflash_cli.terminal.tree_options import TreesOptions
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 
@@ -52,6 +53,7 @@ class EvaluationRequest(
     ConcurrencyOptions,
     TensorParallelOptions,
     EngineOptions,
+    TreesOptions,
     BlockOptions,
     LookupOptions,
     ResumableOptions,
@@ -104,6 +106,11 @@ class EvaluationRequest(
             )
         if self.verify_width == 1:
             raise UsageError(field="--verify-width", found=1, expected="2 or more: 1 verifies no drafted token")
+        if self.mode == "live" and len(self.trees) > 1:
+            raise UsageError(
+                id="several-trees", field="--tree", found=list(self.trees), expected="one number of nodes",
+                hint="--mode replay compares several on a dump",
+            )  # fmt: skip
         if self.mode == "replay":
             refuse_beside(self, OF_THE_TEXT, "--mode replay, which judges the text of the dump")
         if self.disaggregated:
@@ -188,6 +195,8 @@ def _replay(request: EvaluationRequest) -> "Evaluation":
             num_resamples=request.num_resamples,
             journal=request.output,
             force=request.force,
+            trees=request.trees,
+            tree_candidates=request.tree_candidates,
         )
     )
 
@@ -196,6 +205,8 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
     """Run the pair. Returns the evaluation, the answers, the pair and the model length."""
     config = request.engine_config(
         num_draft_tokens=request.num_speculative_tokens,
+        num_tree_nodes=request.trees[0] if request.trees else None,
+        tree_candidates=request.tree_candidates,
         draft_sampling=request.draft_sampling,
         drafting=request.drafting,
         draft_confidence=request.calibration,

@@ -23,6 +23,7 @@ from dflash_cli.terminal.options import (
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, OUTPUT, Argument, Option, verb
 from dflash_cli.terminal.sampling_options import DraftingOptions
 from dflash_cli.terminal.shown import Shown
+from dflash_cli.terminal.tree_options import TreeOptions
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.notices import Notice
 
@@ -64,6 +65,7 @@ class GenerationRequest(
     ConcurrencyOptions,
     TensorParallelOptions,
     EngineOptions,
+    TreeOptions,
     DraftingOptions,
     PromptOptions,
     ForceOptions,
@@ -117,6 +119,8 @@ class GenerationRequest(
         super().check()
         if self.has_handoffs:
             refuse_beside(self, ("tensor_parallel",), "hand-offs, which have the KV of all heads")
+        if self.trees and self.verify_width in ("auto", "budget"):
+            refuse_beside(self, ("verify_width",), "--tree: step times are measured for blocks")
         if self.check_lossless and self.temperature > 0:
             raise UsageError(
                 field="--check-lossless", found=f"--temperature {self.temperature:g}",
@@ -183,6 +187,8 @@ def run(
     handing = _open_handing(request, named) if request.has_handoffs else None  # before anything is fetched
     config = request.engine_config(
         num_draft_tokens=request.num_speculative_tokens,
+        num_tree_nodes=request.tree,
+        tree_candidates=request.tree_candidates,
         draft_sampling=request.draft_sampling,
         max_num_requests=request.concurrency,
         tensor_parallel_size=request.tensor_parallel,

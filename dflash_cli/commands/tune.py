@@ -12,6 +12,7 @@ from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import IntervalOptions, PairOptions, PromptOptions, ReadingOptions, ResumeOptions
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.sampling_options import RivalOptions, SamplingOptions
+from dflash_runtime.config import MAX_TREE_NODES
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +51,13 @@ class TuningRequest(
         Option(
             min=1, group=ESSENTIALS,
             help="Numbers of requests at once to choose for. Default: 1,8,32, or the batch sizes in --step-times.",
+        ),
+    ] = ()  # fmt: skip
+    tree: Annotated[
+        tuple[int, ...],
+        Option(
+            metavar="N,...", min=1, max=MAX_TREE_NODES, group=ESSENTIALS,
+            help="Also try trees of N draft tokens, and say where they are slower than a block.",
         ),
     ] = ()  # fmt: skip
     step_times: Annotated[
@@ -148,6 +156,7 @@ def tune(request: TuningRequest) -> "Tuning":
         ),
         config=config,
         numbers=sorted(set(request.num_speculative_tokens)) or None,
+        trees=sorted(set(request.tree)),
         batches=sorted(set(request.concurrency)) or None,
         num_rounds=request.rounds,
         step_times=request.step_times,

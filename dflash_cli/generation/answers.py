@@ -66,7 +66,9 @@ class AnswerRow:
     text: str | None
     finish_reason: FinishReason
     acceptance_lengths: Annotated[tuple[int, ...], "accepted drafts + 1 of each verify step"]
-    verify_widths: Annotated[tuple[int, ...], NOT_REQUIRED, "rows that each verify step verified"] = ()
+    verify_widths: Annotated[
+        tuple[int, ...], NOT_REQUIRED, "rows that each verify step verified; of a tree, rows of its longest path"
+    ] = ()
     rejected_ids: Annotated[tuple[int | None, ...], NOT_REQUIRED, "the draft token that each verify step rejected"] = ()
     draft_confidences: Annotated[
         tuple[tuple[float | None, ...], ...],
@@ -84,7 +86,12 @@ class AnswerRow:
         """Return the row of an answer of a run that drafts `num_speculative_tokens` per step, with `more` fields."""
         row, output = answer.row, answer.output
         trace = tuple(
-            TracedStep(step.draft_ids, *split_step(step, output.token_ids), step.confidences) for step in output.drafts
+            TracedStep(
+                tuple(token for token in step.draft_ids if token >= 0),
+                *split_step(step, output.token_ids),
+                step.confidences,
+            )
+            for step in output.drafts
         )
         fields: dict[str, Any] = {
             "index": row.index,

@@ -46,6 +46,9 @@ LOADED_SETTINGS = {
 }  # fmt: skip
 """Settings of a run that only a loaded pair knows, unless the user chose them."""
 
+OF_TREES = ("num_tree_nodes", "tree_candidates")
+"""Settings of a run that verifies trees."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -117,6 +120,7 @@ class OpenedPair:
             **({"drafting": config.drafting} if config.is_lookup else {}),
             **{name: True for name in ("draft_confidence", "row_budget") if getattr(config, name)},
             "adaptive_width": config.adaptive_width,
+            **{name: getattr(config, name) for name in OF_TREES if getattr(config, name) is not None},
             "device_map": config.device_map,
             **{name: value for name, value in chosen.items() if value != "auto"},
             **({} if config.module_swaps else {"module_swaps": False}),

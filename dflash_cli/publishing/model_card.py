@@ -20,7 +20,7 @@ TAGS = ("dflash", "speculative-decoding")
 METRIC = "acceptance_length"
 CONDITIONS = (
     "mode", "chat", "chat_template_kwargs", "max_new_tokens", "temperature", "top_p", "top_k", "dtype",
-    "kv_dtype", "draft_sampling",
+    "kv_dtype", "draft_sampling", "num_tree_nodes",
 )  # fmt: skip
 """Settings that the card states beside the acceptance length."""
 

@@ -16,6 +16,8 @@ CONFIG_FIELDS = {
     "snapshot_memory": "snapshot_memory_bytes",
     "num_speculative_tokens": "num_draft_tokens",
     "tensor_parallel": "tensor_parallel_size",
+    "tree": "num_tree_nodes",
+    "tree_candidates": "tree_candidates",
 }
 """Option -> the field of the engine's config that it sets, if they have different names."""
 

@@ -2,7 +2,8 @@
 
 There are two ways to draft fewer tokens than trained. Resized: the draft gets a shorter block, as in serving engines.
 Narrowed: the draft gets its whole block, and only the first rows are verified. Attention in a block is not causal, so
-the two ways give different draft tokens. A run with whole blocks cannot replace either: its later anchors differ.
+the two ways give different draft tokens. A run with whole blocks cannot replace either: its later anchors differ. A
+tree verifies more tokens than a block: the most likely paths of the whole block.
 """
 
 import gc
@@ -20,10 +21,11 @@ from dflash_cli.terminal.sampling_options import LOOKUP_NAMES
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.settings import resolve_limits
+from dflash_runtime.documents import NOT_REQUIRED
 from dflash_runtime.errors import RequestError, UsageError
 from dflash_runtime.llm import LLM
 
-Way = Literal["whole", "resized", "narrowed", "ngram", "suffix"]
+Way = Literal["whole", "resized", "narrowed", "tree", "ngram", "suffix"]
 WAYS: tuple[Way, ...] = ("resized", "narrowed")
 """Ways to draft fewer tokens than trained."""
 
@@ -35,14 +37,20 @@ class Candidate:
     num_speculative_tokens: int
     way: Annotated[
         Way,
-        "the trained block; a block of K + 1 rows; the trained block, with its first K + 1 rows verified; or a lookup "
-        "in each request's own text, without a draft model",
+        "the trained block; a block of K + 1 rows; the trained block, with its first K + 1 rows verified; a tree from "
+        "the trained block; or a lookup in each request's own text, without a draft model",
     ]
+    num_nodes: Annotated[int, NOT_REQUIRED, "drafted tokens of a tree, otherwise 0"] = 0
 
     @property
     def name(self) -> str:
-        """`resized-3`, the name in files and documents."""
-        return f"{self.way}-{self.num_speculative_tokens}"
+        """`resized-3` or `tree-32`, the name in files and documents."""
+        return f"{self.way}-{self.num_nodes or self.num_speculative_tokens}"
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether serving engines draft this way: they give the draft a block of K + 1 rows."""
+        return self.way in ("whole", "resized")
 
     @property
     def is_lookup(self) -> bool:
@@ -61,8 +69,8 @@ def default_numbers(trained: int) -> list[int]:
     return sorted({*(number for number in powers if number < trained), trained})
 
 
-def candidates_for(numbers: Sequence[int], trained: int) -> list[Candidate]:
-    """Return both ways of each K below the trained K, and the whole block with the trained K.
+def candidates_for(numbers: Sequence[int], trained: int, trees: Sequence[int] = ()) -> list[Candidate]:
+    """Return both ways of each K below the trained K, trees of these sizes, and the whole block with the trained K.
 
     Raises:
         UsageError: a K is outside 1 to the trained K.
@@ -76,7 +84,8 @@ def candidates_for(numbers: Sequence[int], trained: int) -> list[Candidate]:
             expected=f"1 to {trained}, the K of the draft's training",
         )
     fewer = [Candidate(number, way) for number in sorted({*numbers} - {trained}) for way in WAYS]
-    return [*fewer, Candidate(trained, "whole")]
+    wider = [Candidate(trained, "tree", number) for number in sorted({*trees})]
+    return [*fewer, *wider, Candidate(trained, "whole")]
 
 
 def resize(pair: LoadedPair, candidate: Candidate, config: EngineConfig) -> LoadedPair:
@@ -84,8 +93,9 @@ def resize(pair: LoadedPair, candidate: Candidate, config: EngineConfig) -> Load
     assert pair.draft is not None, "a pair that was loaded with a draft"
     number = None if candidate.way == "narrowed" else candidate.num_speculative_tokens
     restored = replace(
-        pair.config, num_draft_tokens=number, max_num_requests=config.max_num_requests, num_pages=config.num_pages
-    )
+        pair.config, num_draft_tokens=number, num_tree_nodes=candidate.num_nodes or None,
+        max_num_requests=config.max_num_requests, num_pages=config.num_pages,
+    )  # fmt: skip
     limits = resolve_limits(restored, pair.target.config, pair.draft.config, pair.placement.kernels)
     resized = replace(pair, config=restored, limits=limits)
     return resized.with_lookup(candidate.way) if candidate.is_lookup else resized

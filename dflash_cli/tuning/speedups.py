@@ -95,14 +95,14 @@ def choose(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts, confid
 def overall_best(choices: Sequence[Choice]) -> Candidate | None:
     """Return the candidate with the highest geometric mean of speed-ups, for an engine with one K for all batch sizes.
 
-    Engines resize the block, so narrowed candidates are left out. None if drafting pays at no batch size, and even
+    Engines resize the block, so other candidates are left out. None if drafting pays at no batch size, and even
     the best candidate is not faster than plain decoding on average.
     """
     choices = [item for item in choices if item.category is None]
     logs: dict[Candidate, list[float]] = {}
     for choice in choices:
         for item in choice.speedups:
-            if item.candidate.way != "narrowed":
+            if item.candidate.is_resized:
                 logs.setdefault(item.candidate, []).append(math.log(item.speedup))
     best = max(logs, key=lambda item: fmean(logs[item]), default=None)
     is_gain = best is not None and fmean(logs[best]) > 0
@@ -127,7 +127,7 @@ def batch_schedule(choices: Sequence[Choice]) -> list[tuple[int, int, int]]:
 
 
 def _scheduled(choice: Choice) -> int:
-    resized = [item for item in choice.speedups if item.candidate.way != "narrowed"]
+    resized = [item for item in choice.speedups if item.candidate.is_resized]
     pays = any(item.payoff != "does not pay" for item in resized)
     return resized[0].candidate.num_speculative_tokens if resized and pays else 0
 

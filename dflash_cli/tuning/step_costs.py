@@ -4,10 +4,10 @@ A file has milliseconds of a step, one number or one per measurement:
 
     {"plain": {"1": 5.1, "8": [5.3, 5.4]}, "resized": {"7": {"1": 6.5, "8": 7.4}}, "narrowed": {...}, "source": "..."}
 
-The keys of the outer objects are K, the keys of the inner objects are batch sizes. `lookups` has such objects by name.
-The trained K may be in `resized` or in `narrowed`. The document of `dflash tune --json` has the same object in
-`step_times`, and can be given too. Lists of equal length are paired by round, so that a disturbed round does not look
-like a difference.
+The keys of the outer objects are K, and in `trees` numbers of drafted tokens. The keys of the inner objects are batch
+sizes. `lookups` has such objects by name. The trained K may be in `resized` or in `narrowed`. The document of `dflash
+tune --json` has the same object in `step_times`, and can be given too. Lists of equal length are paired by round, so
+that a disturbed round does not look like a difference.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +43,9 @@ class StepTimes:
     plain: Annotated[TimesByBatch, "by batch size"]
     resized: Annotated[TimesByK, NOT_REQUIRED, "by K, then by batch size"] = field(default_factory=dict)
     narrowed: Annotated[TimesByK, NOT_REQUIRED, "by K, then by batch size"] = field(default_factory=dict)
+    trees: Annotated[TimesByK, NOT_REQUIRED, "by number of drafted tokens, then by batch size"] = field(
+        default_factory=dict
+    )
     lookups: Annotated[Mapping[LookupName, TimesByK], NOT_REQUIRED, "by lookup, K and batch size"] = field(
         default_factory=dict
     )
@@ -71,11 +74,14 @@ class StepCosts:
         ways: dict[str, dict[int, TimesByBatch]] = {}
         for candidate, times in sorted(self.drafting.items()):
             way = "resized" if candidate.way == "whole" else candidate.way
-            ways.setdefault(way, {})[candidate.num_speculative_tokens] = dict(sorted(times.items()))
-        plain = dict(sorted(self.plain.items()))
-        resized, narrowed = (ways.get(way, {}) for way in WAYS)
+            number = candidate.num_nodes or candidate.num_speculative_tokens
+            ways.setdefault(way, {})[number] = dict(sorted(times.items()))
+        resized, narrowed, trees = (ways.get(way, {}) for way in (*WAYS, "tree"))
         lookups = {name: ways[name] for name in LOOKUP_NAMES if name in ways}
-        return StepTimes(source=self.source, plain=plain, resized=resized, narrowed=narrowed, lookups=lookups)
+        plain = dict(sorted(self.plain.items()))
+        return StepTimes(
+            source=self.source, plain=plain, resized=resized, narrowed=narrowed, trees=trees, lookups=lookups
+        )
 
 
 def read_step_times(path: Path) -> StepTimes:
@@ -107,7 +113,9 @@ def read_step_costs(path: Path, trained: int) -> StepCosts:
     for name, by_k in times.lookups.items():
         for number, by_batch in _from_one(by_k, f"lookups.{name}", path):
             drafting[Candidate(number, name)] = _as_times(by_batch, f"lookups.{name}.{number}", path)
-    if not (times.resized or times.narrowed):
+    for number, by_batch in _from_one(times.trees, "trees", path):
+        drafting[Candidate(trained, "tree", number)] = _as_times(by_batch, f"trees.{number}", path)
+    if not (times.resized or times.narrowed or times.trees):
         raise UsageError(
             id="no-step-times", path=path, field="resized", found=times.resized, expected="step times of one K or more"
         )
@@ -120,8 +128,7 @@ def check_complete(costs: StepCosts, numbers: Sequence[int], batches: Sequence[i
     Raises:
         UsageError: naming the field of a missing time.
     """
-    drawn = ("whole", "resized")
-    known = {item.num_speculative_tokens: times for item, times in costs.drafting.items() if item.way in drawn}
+    known = {item.num_speculative_tokens: times for item, times in costs.drafting.items() if item.is_resized}
     for batch in batches:
         if batch not in costs.plain:
             raise _missing(costs, f"plain.{batch}")

@@ -33,6 +33,8 @@ from dflash_cli.tuning.step_costs import (
 )
 from dflash_cli.tuning.what_if import WhatIf, changes_nothing, refuse_rounding, rounded
 from dflash_runtime.config import EngineConfig
+from dflash_runtime.device.attention import check_capability
+from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 
@@ -65,6 +67,7 @@ class TuningPlan:
     evaluation: EvaluationPlan
     config: EngineConfig
     numbers: Sequence[int] | None = None
+    trees: Sequence[int] = ()
     batches: Sequence[int] | None = None
     num_rounds: int = 4
     step_times: Path | None = None
@@ -134,7 +137,9 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
     started = time.perf_counter()
     trained, confidence = session.llm.num_draft_tokens, request.evaluation.confidence
     given = read_step_costs(request.step_times, trained) if request.step_times is not None else None
-    candidates = candidates_for(_numbers(request, trained, given), trained)
+    candidates = candidates_for(_numbers(request, trained, given), trained, request.trees)
+    if request.trees:
+        _check_trees(session.llm.pair)
     if given is not None:
         given = _at_batches(given, request)
     for item in request.what_ifs:
@@ -176,6 +181,15 @@ def _budget_gains(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts)
     return found
 
 
+def _check_trees(pair: LoadedPair) -> None:
+    """Refuse a pair that cannot verify trees. Raises the errors of `check_capability`."""
+    assert pair.draft is not None, "a pair that drafts"
+    placement = pair.placement
+    check_capability(
+        placement.kernels.name, pair.target.config, pair.draft.config, placement.dtype_name, has_trees=True
+    )  # fmt: skip
+
+
 def _at_batches(given: StepCosts, request: TuningPlan) -> StepCosts:
     """Return the times of a file at the requested batch sizes, by default at all batch sizes of the file."""
     batches = request.batches or given.batches
@@ -188,7 +202,8 @@ def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequ
         return request.numbers
     if given is None:
         return default_numbers(trained)
-    numbers = sorted({item.num_speculative_tokens for item in given.drafting if not item.is_lookup})
+    drafted = (item for item in given.drafting if not (item.is_lookup or item.way == "tree"))
+    numbers = sorted({item.num_speculative_tokens for item in drafted} or {trained})
     if numbers[-1] > trained:
         fitting = ",".join(str(number) for number in numbers if number <= trained)
         raise UsageError(

@@ -30,7 +30,7 @@ difference: narrowed - resized, paired by prompt; p is corrected (Holm)"""
 SPEED_LEGEND = """times as fast as plain decoding: acceptance length x plain ms / drafting ms
 in brackets, intervals that hold for all candidates of a batch size together
 * best at its batch size, = not certainly slower than the best"""
-CATEGORY_LEGEND = """best K by category, and its speed-up; r resized, n narrowed
+CATEGORY_LEGEND = """best K by category, and its speed-up; r resized, n narrowed, t tree
 ? undecided whether drafting pays, - drafting does not pay"""
 RIVAL_LEGEND = """without a draft model: tokens looked up in each request's own text
 marks as above, among candidates and lookups together"""
@@ -159,14 +159,31 @@ def advice(choices: Sequence[Choice]) -> Iterator[str]:
     for choice in choices:
         if choice.category is None:
             yield _advice(choice)
+            yield from _tree_advice(choice)
+
+
+def _tree_advice(choice: Choice) -> Iterator[str]:
+    """Yield a sentence about the best tree beside the best block, if both were tried."""
+    trees = [item for item in choice.speedups if item.candidate.way == "tree"]
+    blocks = [item for item in choice.speedups if item.candidate.way != "tree"]
+    if not trees or not blocks:
+        return
+    tree, block = trees[0], blocks[0]
+    level = {choice.best.candidate, *choice.ties}
+    verdict = "does not pay" if block is choice.best else "pays"
+    if tree.candidate in level and block.candidate in level:
+        verdict = "is level with it"
+    names = _title(tree.candidate), _title(block.candidate)
+    ratio = _number(tree.speedup / block.speedup)
+    yield f"batch {choice.batch}: {names[0]} {verdict}: {ratio} times as fast as {names[1]}"
 
 
 def _advice(choice: Choice) -> str:
     best, start = choice.best, f"batch {choice.batch}: "
-    number = f"K {best.candidate.num_speculative_tokens}{_way(best.candidate)}"
+    number = _title(best.candidate)
     gain = _number(best.speedup, best.interval)
     if choice.payoff == "pays":
-        level = ", ".join(f"{item.num_speculative_tokens}{_way(item)}" for item in sorted(choice.ties))
+        level = ", ".join(_title(item).removeprefix("K ") for item in sorted(choice.ties))
         return f"{start}{number} pays, {gain} times as fast" + (f"; level with it: {level}" if level else "")
     if choice.payoff == "does not pay":
         return f"{start}drafting does not pay: the best, {number}, is {gain} times as fast; decode plainly"
@@ -183,7 +200,7 @@ def rival_advice(contests: Sequence[Choice]) -> Iterator[str]:
             continue
         is_level = {own.candidate, lookup.candidate} & {*contest.ties}
         verdict = "is level with" if is_level else "beats" if own is contest.best else "is slower than"
-        number = f"K {own.candidate.num_speculative_tokens}{_way(own.candidate)}"
+        number = _title(own.candidate)
         gain = _number(lookup.speedup, lookup.interval)
         yield f"batch {contest.batch}: {number} {verdict} {lookup.candidate.way} without a draft ({gain} times)"
 
@@ -204,7 +221,7 @@ def caveats(choices: Sequence[Choice], number: int) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for choice in choices:
         for item in choice.speedups:
-            is_served = item.candidate.num_speculative_tokens == number and item.candidate.way != "narrowed"
+            is_served = item.candidate.num_speculative_tokens == number and item.candidate.is_resized
             if choice.category is None and is_served and item.payoff != "pays":
                 found.setdefault(item.payoff, []).append(f"batch {choice.batch} ({_number(item.speedup)})")
     for payoff, batches in found.items():
@@ -334,16 +351,20 @@ def _best(choice: Choice | None) -> str:
         return ""
     best: Speedup = choice.best
     sign = {"pays": "", "undecided": "?", "does not pay": "-"}[choice.payoff]
-    way = {"whole": "", "resized": "r", "narrowed": "n"}[best.candidate.way]
-    return f"{best.candidate.num_speculative_tokens}{way} {best.speedup:.2f}{sign}"
+    way = {"whole": "", "resized": "r", "narrowed": "n", "tree": "t"}[best.candidate.way]
+    number = best.candidate.num_nodes or best.candidate.num_speculative_tokens
+    return f"{number}{way} {best.speedup:.2f}{sign}"
 
 
 def _name(candidate: Candidate) -> str:
-    return f"{candidate.num_speculative_tokens} {candidate.way}"
+    return f"{candidate.num_nodes or candidate.num_speculative_tokens} {candidate.way}"
 
 
-def _way(candidate: Candidate) -> str:
-    return "" if candidate.way == "whole" else f" {candidate.way}"
+def _title(candidate: Candidate) -> str:
+    if candidate.way == "tree":
+        return f"a tree of {candidate.num_nodes} tokens"
+    number = f"K {candidate.num_speculative_tokens}"
+    return number if candidate.way == "whole" else f"{number} {candidate.way}"
 
 
 def _number(value: float | None, interval: Interval | None = None) -> str:

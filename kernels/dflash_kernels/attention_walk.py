@@ -1,8 +1,8 @@
 """Device functions of the attention kernels: which tiles of keys a program reads, and the running softmax over them.
 
-Used by `block_attention.py`, `balanced_attention.py` and `ragged_attention.py`. A program holds TILE_M packed rows of
-one KV head of one request. It keeps a running softmax over tiles of TILE_N keys. Source: Milakov and Gimelshein 2018,
-"Online normalizer calculation for softmax".
+Used by `block_attention.py`, `balanced_attention.py`, `ragged_attention.py` and `tree_attention.py`. A program holds
+TILE_M packed rows of one KV head of one request. It keeps a running softmax over tiles of TILE_N keys. Source: Milakov
+and Gimelshein 2018, "Online normalizer calculation for softmax".
 """
 
 import math
@@ -181,6 +181,36 @@ def walk_block(
             is_visible = is_visible & (distance < WINDOW) & (distance > -WINDOW)
         acc, row_max, weight_sum = _attend(
             queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale, CAP, IS_FULL
+        )
+    return acc, row_max, weight_sum
+
+
+@jit
+def walk_tree(
+    queries, depth, dim, depths, words, is_row, keys, values, keys_row, values_row, num_rows,
+    acc, row_max, weight_sum, scale,
+    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    """Add the keys of a tree's rows to a running softmax. The bits of `words` say which rows a row sees.
+
+    depth   [TILE_M] depth of each query row
+    depths  depths of the tree's rows
+    words   [TILE_M] addresses of the first word of each query row
+    """
+    for step in range(tl.cdiv(num_rows, TILE_N)):
+        other = step * TILE_N + tl.arange(0, TILE_N)
+        is_key = other < num_rows
+        at = other.to(tl.int64)
+        key_tile = _load_keys(keys, at * keys_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, False)
+        value_tile = _load_keys(values, at * values_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, False)
+        is_pair = is_row[:, None] & is_key[None, :]
+        word = tl.load(words[:, None] + (other // 64)[None, :], mask=is_pair, other=0)
+        is_visible = ((word >> (at % 64)[None, :]) & 1) != 0
+        if WINDOW:
+            other_depth = tl.load(depths + other, mask=is_key, other=0).to(tl.int32)
+            is_visible = is_visible & (depth[:, None] - other_depth[None, :] < WINDOW)
+        acc, row_max, weight_sum = _attend(
+            queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale, CAP, False
         )
     return acc, row_max, weight_sum
 

@@ -94,6 +94,29 @@ def block_attention_ref(
     key_positions = torch.cat((context.expand(num_requests, -1), positions), dim=1)  # [R, C + N]
     is_key = torch.cat((is_context, torch.ones_like(positions, dtype=torch.bool)), dim=1)
     visible = is_key[:, None, :] & _visible(positions, key_positions, is_causal, window)  # [R, N, C + N]
+    return attend_ref(
+        query, block_keys, block_values, key_cache, value_cache, page_table, is_context, visible, softmax, scales, out
+    )
+
+
+def attend_ref(
+    query: Tensor,
+    block_keys: Tensor,
+    block_values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    is_context: Tensor,
+    visible: Tensor,
+    softmax: Softmax,
+    scales: KVScales,
+    out: Tensor | None,
+) -> Tensor:
+    """Attend from each row to the context and the block by a mask. The other arguments are as in `block_attention_ref`.
+
+    is_context  [R, C] bool, whether a slot of the pages has context
+    visible     [R, N, C + N] bool, the keys that each row sees
+    """
     # Slots outside the context may hold NaN. A weight of zero does not remove NaN, so these slots are set to zero.
     hole = ~is_context[:, :, None, None]
     caches = (key_cache, value_cache)

@@ -16,6 +16,7 @@ from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.delta_blocks import delta_blocks, delta_blocks_ref
 from dflash_kernels.delta_prompts import delta_prompts, delta_prompts_ref
 from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
+from dflash_kernels.draft_tree import Tree
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.fp8_experts import fp8_experts, fp8_experts_ref
 from dflash_kernels.fp8_product import (
@@ -67,6 +68,8 @@ from dflash_kernels.step_rows import (
     open_step_ref,
 )
 from dflash_kernels.top_tokens import top_tokens, top_tokens_ref
+from dflash_kernels.tree_attention import tree_attention, tree_attention_ref
+from dflash_kernels.tree_path import Path, follow_tree, follow_tree_ref, move_rows, move_rows_ref
 
 KernelChoice = Literal["auto", "triton", "reference"]
 
@@ -93,6 +96,7 @@ class Kernels:
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
+    tree_attention: Callable[..., Tensor]
     block_conv: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     conv_add_norm: Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     top_tokens: Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -107,6 +111,8 @@ class Kernels:
     output_gate: Callable[[Tensor, Tensor], Tensor]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    follow_tree: Callable[[Tree, Tensor, int], Path]
+    move_rows: Callable[[Tensor, Tensor, Tensor], None]
     change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
     switch_on_rows: Callable[[RowState, ReadyRows, Tensor, Tensor], Tensor]
     locate_rows: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
@@ -134,6 +140,7 @@ REFERENCE = Kernels(
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
     ragged_attention=ragged_attention_ref,
+    tree_attention=tree_attention_ref,
     block_conv=block_conv_ref,
     conv_add_norm=conv_add_norm_ref,
     top_tokens=top_tokens_ref,
@@ -148,6 +155,8 @@ REFERENCE = Kernels(
     output_gate=output_gate_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
+    follow_tree=follow_tree_ref,
+    move_rows=move_rows_ref,
     change_rows=change_rows_ref,
     switch_on_rows=switch_on_rows_ref,
     locate_rows=locate_rows_ref,
@@ -175,6 +184,7 @@ _TRITON = Kernels(
     context_kv_store=context_kv_store,
     block_attention=block_attention,
     ragged_attention=ragged_attention,
+    tree_attention=tree_attention,
     block_conv=block_conv,
     conv_add_norm=conv_add_norm,
     top_tokens=top_tokens,
@@ -189,6 +199,8 @@ _TRITON = Kernels(
     output_gate=output_gate,
     open_step=open_step,
     close_step=close_step,
+    follow_tree=follow_tree,
+    move_rows=move_rows,
     change_rows=change_rows,
     switch_on_rows=switch_on_rows,
     locate_rows=locate_rows,

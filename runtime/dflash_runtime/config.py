@@ -449,6 +449,10 @@ class EngineConfig:
     graphs                   capture decode steps on a GPU as CUDA graphs
     adaptive_width           verify only as many rows of each block as give the most tokens per second on this GPU, or
                              decode plainly. The text stays the same, but the measured acceptance may be lower.
+    num_tree_nodes           verify a tree of this many drafted tokens per step instead of one block. The text stays the
+                             same.
+    tree_candidates          the most tokens per position that may become nodes. By default there is no limit. With 1
+                             the tree is a chain.
     target_runtime           "native" runs the target with this package's code, "transformers" with transformers' code
                              over our pages if possible, and "transformers-cache" with its own cache. "auto" is native
                              if a family supports the target, otherwise transformers.
@@ -475,6 +479,8 @@ class EngineConfig:
     kv_dtype: str = "auto"
     kernels: str = "auto"
     num_draft_tokens: int | None = None
+    num_tree_nodes: int | None = None
+    tree_candidates: int | None = None
     draft_sampling: str = "greedy"
     drafting: str = "model"
     draft_confidence: bool = False
@@ -509,17 +515,56 @@ class EngineConfig:
         for name in ("max_num_requests", "page_size", "max_in_flight", "tensor_parallel_size"):
             _check_setting(name, getattr(self, name), least=1)
         for name in ("num_draft_tokens", "max_model_len", "max_batched_tokens", "num_pages", "kv_memory_bytes",
-                     "snapshot_memory_bytes", "prefix_store_bytes"):  # fmt: skip
+                     "snapshot_memory_bytes", "prefix_store_bytes", "num_tree_nodes", "tree_candidates"):  # fmt: skip
             if getattr(self, name) is not None:
                 _check_setting(name, getattr(self, name), least=0 if name == "num_draft_tokens" else 1)
         if not 0 < self.gpu_memory_utilization <= 1:
             found = self.gpu_memory_utilization
             raise UsageError(field="gpu_memory_utilization", found=found, expected="above 0 and at most 1")
+        self._check_tree()
         if self.device_map is not None and self.target_runtime == "native":
             raise UsageError(
                 "--device-map does not go with --target-runtime native: only transformers spreads a target",
                 id="device-map-of-native-target", field="device_map", found=self.device_map,
             )  # fmt: skip
+
+    def _check_tree(self) -> None:
+        if self.num_tree_nodes is None:
+            if self.tree_candidates is not None:
+                raise UsageError(
+                    "candidates of a tree need a tree", id="option-needs-another", field="tree_candidates",
+                    found=self.tree_candidates, hint="add --tree N",
+                )  # fmt: skip
+            return
+        if self.num_tree_nodes > MAX_TREE_NODES:
+            expected = f"at most {MAX_TREE_NODES} nodes"
+            raise UsageError(field="num_tree_nodes", found=self.num_tree_nodes, expected=expected)
+        if self.num_draft_tokens == 0:
+            raise UsageError(
+                "a tree has draft tokens, and plain decoding drafts none",
+                id="tree-without-drafts", field="num_draft_tokens", found=0, hint="leave out --tree",
+            )  # fmt: skip
+        if self.draft_sampling != "greedy":
+            raise UsageError(
+                "a tree has the draft's most likely tokens, so --tree does not go with sampled draft tokens",
+                id="tree-of-sampled-drafts", field="draft_sampling", found=self.draft_sampling,
+                hint="--draft-sampling greedy keeps the target's distribution too",
+            )  # fmt: skip
+        for name, is_set, what in (
+            ("drafting", self.is_lookup, "a lookup, which finds one chain of tokens"),
+            ("row_budget", self.row_budget, "a row budget, which shares out the rows of blocks"),
+            ("draft_confidence", self.draft_confidence, "confidences, which are predicted for blocks"),
+        ):
+            if is_set:
+                text, found = f"--tree does not go with {what}", getattr(self, name)
+                raise UsageError(
+                    text, id="tree-beside-blocks", field=name, found=found, hint="leave out one of the two"
+                )
+
+    @property
+    def most_candidates(self) -> int:
+        """The most tokens per position that may become nodes of a tree."""
+        return self.tree_candidates or self.num_tree_nodes or 1
 
     @property
     def wanted_runtime(self) -> str:
@@ -542,6 +587,9 @@ class EngineConfig:
         """Whether steps are queued before the results of earlier steps are read."""
         return self.scheduling == "async"
 
+
+MAX_TREE_NODES = 256
+"""The largest tree. A step's time grows with its nodes, and its acceptance length hardly."""
 
 EXACT_REQUESTS = 4
 """With more requests in a step, rows of blocks that run at once make the step 5% faster or more on an H200."""

@@ -66,7 +66,7 @@ def step_modes(engine: Engine, params: Sequence[SamplingParams], bucket: int) ->
     Plain steps with room for prompts come before plain steps without it.
     """
     limits, policy = engine.scheduler.limits, engine.scheduler.width_policy
-    block = limits.num_lookahead_tokens
+    block = limits.num_block_rows
     spare = rows_to_ridge(bucket) if limits.max_num_requests > 1 else 0
     asked = {min(item.verify_width or block, block) for item in params}
     budget = engine.scheduler.row_budget

@@ -63,7 +63,12 @@ def markov_draft(kind: str = "dense") -> Draft:
 
 
 def observe(
-    draft_sampling: str, sampling: dict[str, Any], num_samples: int, draft: Draft, kind: str = "dense"
+    draft_sampling: str,
+    sampling: dict[str, Any],
+    num_samples: int,
+    draft: Draft,
+    kind: str = "dense",
+    num_nodes: int | None = None,
 ) -> tuple[torch.Tensor, float]:
     """Counts [V, V, V] of the first three tokens, and the share of accepted drafts."""
     llm = random_llm(
@@ -73,6 +78,7 @@ def observe(
         max_num_requests=500,
         num_pages=4000,
         draft_sampling=draft_sampling,
+        num_tree_nodes=num_nodes,
         prefix_cache=False,
     )
     counts = torch.zeros(V, V, V, dtype=torch.float64)
@@ -113,8 +119,9 @@ def check(
     num_samples: int,
     make_draft: Callable[[str], Draft] = FixedDraft,
     kind: str = "dense",
+    num_nodes: int | None = None,
 ) -> str:
-    counts, acceptance = observe(draft_sampling, SAMPLINGS[name], num_samples, make_draft(kind), kind)
+    counts, acceptance = observe(draft_sampling, SAMPLINGS[name], num_samples, make_draft(kind), kind, num_nodes)
     assert counts.sum() == num_samples
     assert acceptance > 0.05  # otherwise acceptance would hardly affect the distribution
     expected = distribution(name, kind) * num_samples
@@ -139,6 +146,12 @@ def check(
 def test_distribution_of_three_tokens(draft_sampling: str, name: str) -> None:
     """2,000 samples detect a token that is a third too frequent, and random numbers shared with the draft."""
     check(draft_sampling, name, 2_000)
+
+
+@pytest.mark.parametrize("name", ["T 1.5, top-k 4, top-p 0.9"])
+def test_distribution_of_three_tokens_from_trees(name: str) -> None:
+    """2,000 samples, as above. A tree of 9 nodes has several candidates for each of the tokens."""
+    check("greedy", name, 2_000, num_nodes=9)
 
 
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])

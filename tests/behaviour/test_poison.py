@@ -1,11 +1,10 @@
 """NaN in every slot that no request may read changes neither text nor acceptance."""
 
 import pytest
-import torch
 
-from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.poison import poison_free_slots
 from dflash_testing.walking_drafts import draft_model, sample_of_all
 from dflash_testing.widths import RandomWidths
 
@@ -20,7 +19,7 @@ def test_poisoned_slots_change_nothing(draft: str) -> None:
     for request in requests:
         llm.engine.add(request)
     while llm.engine.scheduler.has_work:
-        poison(llm, requests)
+        poison_free_slots(llm, requests)
         llm.engine.step()
     assert [tuple(request.output_token_ids) for request in requests] == [output.token_ids for output in clean]
     assert [tuple(request.steps) for request in requests] == [output.drafts for output in clean]
@@ -38,24 +37,9 @@ def test_poisoned_slots_change_nothing_when_widths_do(draft: str) -> None:
     for request in requests:
         llm.engine.add(request)
     while llm.engine.scheduler.has_work:
-        poison(llm, requests)
+        poison_free_slots(llm, requests)
         llm.engine.step()
     assert [tuple(request.output_token_ids) for request in requests] == [output.token_ids for output in plain]
-
-
-def poison(llm: LLM, requests: list[Request]) -> None:
-    """Fill every slot with NaN, except the true KV of running requests."""
-    runner = llm.engine.runner
-    is_free = torch.ones(runner.target_kv.keys.shape[1:3], dtype=torch.bool)
-    for request in requests:
-        if request.pages and request.output_token_ids:
-            positions = torch.arange(request.kv_len)
-            pages = torch.tensor(request.pages)
-            is_free[pages[positions // runner.page_size], positions % runner.page_size] = False
-    assert runner.draft_kv is not None
-    for cache in (runner.target_kv, runner.draft_kv):
-        cache.keys[:, is_free] = torch.nan
-        cache.values[:, is_free] = torch.nan
 
 
 def test_page_zero_is_never_written() -> None:

@@ -33,6 +33,7 @@ CASES: list[Case] = [
     ({"draft_vocab_size": 40}, {}, {"temperature": 1.0}),
     ({}, {"draft_sampling": "probabilistic"}, {"temperature": 1.0, "top_k": 30, "top_p": 0.9}),
     ({"draft_vocab_size": 40}, {"draft_sampling": "probabilistic"}, {"temperature": 0.8}),
+    ({"draft_vocab_size": 40}, {"num_tree_nodes": 6}, {"temperature": 0.8}),
 ]
 """Changes of the draft, of the engine settings, and of the sampling."""
 
@@ -56,7 +57,14 @@ def generate(
     draft = random_draft_config(config, block_size=4, target_layer_ids=(0, 1), **draft_changes)
     weights = random_weights(owned_shapes(draft), torch.float32, 1, 0.15)
     add_map(draft, weights)
-    limits = Limits(num_draft_tokens=3, max_model_len=64, max_num_requests=2, vocab_size=97, max_batched_tokens=9)
+    limits = Limits(
+        num_draft_tokens=3,
+        max_model_len=64,
+        max_num_requests=2,
+        vocab_size=97,
+        max_batched_tokens=9,
+        num_tree_nodes=engine.get("num_tree_nodes", 0),
+    )
     pair = LoadedPair(
         target=target,
         draft=DFlashDraft(draft, stack_projections(weights.items()), target, placement),
@@ -106,6 +114,11 @@ def test_triton_equals_reference(case: Case) -> None:
     """
     is_filtered = "top_k" in case[2]
     compare(case, (10, 3) if is_filtered else (3, 5, 10), 3)
+
+
+def test_triton_equals_reference_with_trees() -> None:
+    """The third token follows a tree whose path has moved in the pages."""
+    compare(({"draft_vocab_size": 40}, {"num_tree_nodes": 6}, {}), (5,), 3)
 
 
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])

@@ -15,12 +15,14 @@ import test_graphs
 from dflash_kernels import product
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.activation import Gate, silu_mul
+from dflash_kernels.draft_tree import Tree
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import DESCRIBED_SHAPES, LONG_SHAPES, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.mxfp4 import Packed
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import triton_kernels
+from dflash_kernels.tree_attention import TreeRows
 from dflash_testing import compiling
 from dflash_testing.tensors import between_layers
 
@@ -38,6 +40,10 @@ def attention_calls(kernels, caches):
         block = [normal(requests, rows, heads, 128) for heads in (32, 8, 8)]
         kernels.block_attention(
             *block, *caches, table[:requests], table[:requests, 0], is_causal=True, window=None,
+        )
+        words = torch.ones(requests, rows, 1, dtype=torch.int64)
+        kernels.tree_attention(
+            *block, *caches, table[:requests], table[:requests, 0], TreeRows(words[..., 0], words), window=None,
         )
     segments = [Segment(0, 1, 600, 0), Segment(1, 60, 0, 1)]
     usual = ragged_shape(128, 2, 0, table.device)
@@ -97,6 +103,9 @@ def calls():
         routed = torch.zeros(rows, 4, dtype=torch.int64), normal(rows, 4)
         kernels.experts(normal(rows, 2880), *packed, *routed, clamped, biases)
     attention_calls(kernels, between_layers(normal(40, 16, 8, 128), normal(40, 16, 8, 128)))
+    nodes, slots = torch.ones(2, 32, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
+    kernels.follow_tree(Tree(nodes, nodes, nodes), torch.ones(2, 33, dtype=torch.int64), 8)
+    kernels.move_rows(normal(40, 36, 2, 16, 1024), slots, slots)
     silu_mul(normal(40, 256))
 
 made = fp8_kv_calls if HAS_FP8_KV else calls

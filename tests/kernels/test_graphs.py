@@ -11,6 +11,7 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.delta_prompts import PromptChunks
 from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
+from dflash_kernels.draft_tree import ancestor_words, build_tree
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS
 from dflash_kernels.mxfp4 import Packed, arrange_numbers, arrange_scales
@@ -21,6 +22,7 @@ from dflash_kernels.sandwich_norm import Beside
 from dflash_kernels.state_snapshots import LayerMemories, PassedRows, Snapshots
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
+from dflash_kernels.tree_attention import TreeRows
 from dflash_testing.distributions import reject_probs
 from dflash_testing.gpu import detecting_syncs
 from dflash_testing.tensors import DEVICE, assert_rows_close, between_layers, normal, random_pages
@@ -249,7 +251,22 @@ def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return at["logits"], at["temperatures"], at["top_ks"], at["top_ps"]
 
 
+def step_of_trees(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    """Build trees, attend along their paths, follow the choices of a target, and move rows."""
+    probs, ids = at["p"][:, 1:].sort(dim=2, descending=True)
+    tree = build_tree(probs[:, :, None, : N - 1].log(), ids[:, :, : N - 1], N - 1)
+    rows = TreeRows(torch.nn.functional.pad(tree.depths, (1, 0)), ancestor_words(tree.parents, N - 1))
+    cached = [at[name] for name in ("key_cache", "value_cache", "table", "lens")]
+    attended = kernels.tree_attention(at["query"], at["keys"], at["values"], *cached, rows, window=20)
+    path = kernels.follow_tree(tree, torch.cat((ids[:, :, 0], at["targets"][:, :1]), dim=1), N)
+    pages = at["query"].clone().view(R, 1, 2, 2, -1)
+    slots = 2 * torch.arange(R, device=DEVICE)[:, None]
+    kernels.move_rows(pages, slots + 1, slots)
+    return attended, *path, pages
+
+
 CALLS: dict[str, Call] = {
+    "trees": step_of_trees,
     "kv_store": store,
     "rms_norm": lambda k, at: (k.rms_norm(at["query"], at["weights"][0], 1e-6),),
     "add_rms_norm": lambda k, at: k.add_rms_norm(at["parts"], at["residual"], at["weights"][0], 1e-6),

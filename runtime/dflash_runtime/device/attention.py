@@ -68,11 +68,13 @@ def check_capability(
     dtype: str,
     *,
     has_fp8_pages: bool = False,
+    has_trees: bool = False,
     backends: Mapping[str, Capability] = BACKENDS,
 ) -> None:
     """Refuse a pair, or a draft alone, if a layer needs attention that the backend lacks.
 
-    With `has_fp8_pages`, also refuse a backend without KV in FP8, and a target that keeps its own cache.
+    With `has_fp8_pages`, also refuse a backend without KV in FP8, and a target that keeps its own cache. With
+    `has_trees`, also refuse a target that keeps more than KV in pages, and a draft with a Markov head.
 
     Raises:
         UnsupportedError: names the layer, its attention, and the backends that compute it.
@@ -85,6 +87,8 @@ def check_capability(
         )  # fmt: skip
     if has_fp8_pages:
         _check_fp8_pages(backend, target, backends)
+    if has_trees:
+        _check_trees(target, draft)
     for need in _needs(target, draft):
         if not capability.can(need):
             able = [name for name, other in backends.items() if other.can(need)]
@@ -120,6 +124,30 @@ def _check_fp8_pages(backend: str, target: TargetConfig | None, backends: Mappin
         raise UnsupportedError(
             f"the {target.model_type} target keeps KV in its own cache, and dflash stores only KV pages in FP8",
             id="fp8-kv-without-pages", field="--kv-dtype", found="fp8", hint="--kv-dtype auto",
+        )  # fmt: skip
+
+
+def _check_trees(target: TargetConfig | None, draft: DraftConfig | None) -> None:
+    """Refuse trees for recurrent layers, for a target with its own cache, and for a draft with a Markov head.
+
+    Raises:
+        UnsupportedError: names the layers or the draft's family.
+    """
+    if target is not None and target.recurrence is not None:
+        raise UnsupportedError(
+            f"the {target.model_type} target has recurrent layers: their state follows one path, and a tree has many",
+            id="tree-of-recurrent-layers", field="--tree", found=target.model_type, hint="leave out --tree",
+        )  # fmt: skip
+    if target is not None and target.own_cache is not None:
+        raise UnsupportedError(
+            f"the {target.model_type} target keeps KV in its own cache, and dflash verifies trees only over KV pages",
+            id="tree-without-pages", field="--tree", found=target.model_type, hint="leave out --tree",
+        )  # fmt: skip
+    if draft is not None and draft.markov is not None:
+        raise UnsupportedError(
+            f"a {draft.family} draft chooses each token after all tokens before it, and --tree needs one distribution "
+            "per position or per pair of tokens, as DFlash and DFlash 2 drafts give them",
+            id="tree-of-markov-draft", field="--tree", found=draft.family, hint="leave out --tree",
         )  # fmt: skip
 
 

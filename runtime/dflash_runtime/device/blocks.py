@@ -11,6 +11,7 @@ from dflash_kernels.sampling import Distribution
 from dflash_kernels.step_rows import StepRows
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.shared_rows import GivenRows
+from dflash_runtime.device.trees import VerifiedTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Sampling:
 class Proposal:
     """Drafted tokens. If they were sampled, `distribution` has their R * (W - 1) distributions."""
 
-    token_ids: Tensor  # [R, W - 1] ids of the target; negative at positions without a draft token
+    token_ids: Tensor  # [R, W - 1] ids of the target; negative at positions and nodes without a draft token
     distribution: Distribution | Tensor | None = None  # over ids of the draft
     confidences: Tensor | None = None  # [R, W - 1] predictions that the target accepts, if the draft makes them
     features: Tensor | None = None  # [R, W - 1] their logits before a fit, with a row budget
@@ -49,7 +50,10 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks that a decode step verifies, W rows of each of R requests. `given` has the rows that are run."""
+    """The blocks that a decode step verifies, W rows of each of R requests. `given` has the rows that are run.
+
+    With `tree`, the rows are the rows of trees, and `step` has the rows of the path that each tree will give.
+    """
 
     rows: Tensor  # [R] rows of the state
     step: StepRows
@@ -59,6 +63,7 @@ class Blocks:
     token_ids: Tensor  # [R * W], or [n] of the given rows
     positions: Tensor  # [R, W]
     given: GivenRows | None = None  # None for all rows
+    tree: VerifiedTree | None = None
 
     def run(self, values: Tensor) -> Tensor:
         """Values of whole blocks [R, W] -> of the rows that are run, [R * W] or [n]."""

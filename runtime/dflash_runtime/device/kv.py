@@ -21,6 +21,7 @@ from dflash_kernels.kv_format import UNSCALED, KVScales
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.suite import Kernels
+from dflash_kernels.tree_attention import TreeRows
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.models.layers import Recall
 from dflash_runtime.models.placement import Placement
@@ -110,7 +111,7 @@ class PagedAttention:
     """An `Attend` over one cache for one forward: the context is read from pages, the block is dense.
 
     With `slots` [R, N] the block's K and V are stored in pages too. A draft's block is never stored there,
-    and keeps the dtype of the run.
+    and keeps the dtype of the run. With `tree` the rows of a block see their ancestors instead of all earlier rows.
     """
 
     kernels: Kernels
@@ -121,6 +122,7 @@ class PagedAttention:
     windows: tuple[int | None, ...]
     slots: Tensor | None = None
     memory: Recall | None = None
+    tree: TreeRows | None = None
 
     @classmethod
     def in_order(
@@ -178,17 +180,16 @@ class PagedAttention:
     ) -> Tensor:
         """See `models.layers.Attend`; writes into `out` [T, H, D] if it is given."""
         num_requests = len(self.context_lens)
-        attended = self.kernels.block_attention(
-            query.view(num_requests, -1, *query.shape[1:]),
-            keys.view(num_requests, -1, *keys.shape[1:]),
-            values.view(num_requests, -1, *values.shape[1:]),
-            *self.cache.layers[layer],
-            self.page_table,
-            self.context_lens,
-            is_causal=self.causal[layer],
-            window=self.windows[layer],
-            softmax=softmax,
-            scales=self.cache.scales_of(layer),
-            out=None if out is None else out.view(num_requests, -1, *query.shape[1:]),
-        )
+        blocks = [item.view(num_requests, -1, *item.shape[1:]) for item in (query, keys, values)]
+        given = (*blocks, *self.cache.layers[layer], self.page_table, self.context_lens)
+        window, scales = self.windows[layer], self.cache.scales_of(layer)
+        out = None if out is None else out.view(blocks[0].shape)
+        if self.tree is not None:
+            attended = self.kernels.tree_attention(
+                *given, self.tree, window=window, softmax=softmax, scales=scales, out=out
+            )
+        else:
+            attended = self.kernels.block_attention(
+                *given, is_causal=self.causal[layer], window=window, softmax=softmax, scales=scales, out=out
+            )
         return attended.reshape(query.shape)

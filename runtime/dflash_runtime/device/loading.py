@@ -114,13 +114,15 @@ class LoadedPair:
 
     def without_draft(self) -> "LoadedPair":
         """The pair without its draft, for plain decoding."""
-        config, limits = replace(self.config, drafting="model"), replace(self.limits, num_draft_tokens=0)
+        config = replace(self.config, drafting="model")
+        limits = replace(self.limits, num_draft_tokens=0, num_tree_nodes=0)
         return replace(self, draft=None, draft_weights=None, config=config, limits=limits)
 
     def with_lookup(self, name: str) -> "LoadedPair":
         """The target with a lookup instead of the draft, and as many draft tokens. Its steps are synchronous."""
         config = replace(self.config, drafting=name, scheduling="sync", draft_sampling="greedy", adaptive_width=False)
-        return replace(self, draft=None, draft_weights=None, config=config)
+        limits = replace(self.limits, num_tree_nodes=0)
+        return replace(self, draft=None, draft_weights=None, config=config, limits=limits)
 
 
 def load_pair(
@@ -152,7 +154,10 @@ def load_pair(
     if limits.num_draft_tokens == 0:
         draft = None
     placement = _place(config, device, dtype, kernels, limits, ranks)
-    check = partial(check_capability, kernels.name, dtype=placement.dtype_name, has_fp8_pages=placement.has_fp8_pages)
+    check = partial(
+        check_capability, kernels.name, dtype=placement.dtype_name, has_fp8_pages=placement.has_fp8_pages,
+        has_trees=limits.num_tree_nodes > 0,
+    )  # fmt: skip
     configs = target_config, draft.config if draft is not None else None
     check(target=configs[0], draft=configs[1])
     kv_scales = read_kv_scales(target.checkpoint) if placement.has_fp8_pages else {}

@@ -269,6 +269,8 @@ def _decode_bytes(
     logits = (num_drafted + num_verified) * limits.vocab_size
     distributions = 2 * num_verified * limits.vocab_size if has_distributions else 0
     walked = num_drafted * limits.vocab_size * _walk_bytes(config, draft, dtype)
+    if limits.num_tree_nodes:
+        walked += num_drafted * limits.vocab_size * torch.float32.itemsize  # for the probabilities of a tree's nodes
     copies = 1 if placement.ranks.size == 1 else 3  # a rank's logits, then all logits: as gathered, and in order
     return num_verified * widest + copies * logits * dtype.itemsize + distributions * torch.float64.itemsize + walked
 

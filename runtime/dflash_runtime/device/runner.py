@@ -48,6 +48,7 @@ from dflash_runtime.device.results import PendingForward, with_confidences
 from dflash_runtime.device.shared_rows import GivenRows, SharedAttention, give_rows
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
+from dflash_runtime.device.trees import TreeShape, VerifiedTree
 from dflash_runtime.drafts.draft import Draws, WalkingDraft, draft_places
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
 from dflash_runtime.models.cache_state import TextState
@@ -71,14 +72,14 @@ class Runner:
 
     def __init__(self, pair: LoadedPair, num_pages: int, num_snapshots: int = 0) -> None:
         self.target, self.draft, self.limits = pair.target, pair.draft, pair.limits
-        self.kernels = pair.placement.kernels
-        self.device = pair.placement.device
-        self._placement = pair.placement
-        self.ranks = pair.placement.ranks
+        self._placement, self.kernels = pair.placement, pair.placement.kernels
+        self.device, self.ranks = pair.placement.device, pair.placement.ranks
         self.page_size = page_size = pair.config.page_size
         self._walks = isinstance(pair.draft, WalkingDraft)
         self.samples_drafts = pair.config.draft_sampling == "probabilistic"
         self._has_confidences = pair.config.draft_confidence or pair.config.row_budget
+        has_trees = self.draft is not None and self.limits.num_tree_nodes > 0
+        self.tree_shape = TreeShape(self.limits.num_tree_nodes, pair.config.most_candidates) if has_trees else None
         self.texts = Texts(self.target) if isinstance(self.target, OwnCacheTarget) else None
         num_target_pages = num_pages if self.texts is None else 0
         self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement, pair.kv_scales)
@@ -163,7 +164,7 @@ class Runner:
         if self.states is not None:
             self.states.hold(batch.admitted)
             self.states.pool.admit(batch.admitted, self.states.state_lens, self._upload)
-        num_rows = self.limits.num_lookahead_tokens
+        num_rows = self.limits.num_block_rows
         self.state.admit(batch.admitted, batch.additions, num_rows, self.page_size, self._upload)
 
     def _store_drafts(self, batch: Batch) -> None:
@@ -337,7 +338,9 @@ class Runner:
     def _draft_blocks(self, rows: Tensor, mode: StepMode, longest: int | None) -> Blocks:
         """Draft for state rows [R] -> the blocks that the target verifies."""
         width = mode.verify_width
-        block = self.limits.num_lookahead_tokens if width > 1 else 1
+        if self.tree_shape is not None and width > 1:
+            return self._draft_trees(self.tree_shape, rows, mode, longest)
+        block = self.limits.num_block_rows if width > 1 else 1
         # A block keeps its length near the model's limit and with fewer verified rows: in a non-causal block every row
         # depends on the number of rows after it.
         step = self.kernels.open_step(self.state.row_state, rows, block, width, self._bounds)
@@ -366,6 +369,23 @@ class Runner:
         proposal = replace(proposal, token_ids=given.drafts(proposal.token_ids))
         return replace(blocks, step=step, proposal=proposal, token_ids=blocks.token_ids[given.places], given=given)
 
+    def _draft_trees(self, shape: TreeShape, rows: Tensor, mode: StepMode, longest: int | None) -> Blocks:
+        """Draft for state rows [R] -> the trees that the target verifies, as blocks."""
+        width = mode.verify_width
+        state = self.state.row_state
+        step, slots = shape.open(self.kernels, state, rows, self.limits.num_block_rows, width, self._bounds)
+        page_table = self._page_table(rows, None if longest is None else longest + width)
+        assert self.draft is not None
+        attend = self._attend_draft(step, page_table)
+        tree = shape.draft(self.kernels, self.draft, step.block_ids, step.positions, attend, width - 1)
+        verified = VerifiedTree.of(tree, width - 1, slots)
+        ids = torch.cat((step.block_ids[:, :1], tree.token_ids.clamp(min=0)), dim=1)
+        positions = step.kv_lens[:, None] + verified.rows.depths
+        sampling = self._sampling(rows, mode)
+        return Blocks(
+            rows, step, page_table, sampling, Proposal(tree.token_ids), ids.flatten(), positions, tree=verified
+        )
+
     def _accept(self, blocks: Blocks, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Accept drafts by hidden states of the rows that are run -> packed results [R, ...], slots of these rows.
 
@@ -375,6 +395,12 @@ class Runner:
         chosen, max_accepted, is_finite = self._choose(
             hidden, blocks.positions, blocks.sampling, proposal, step.max_accepted, blocks.given
         )
+        if blocks.tree is not None:
+            packed, slots = blocks.tree.close(
+                self.kernels, self.state.row_state, blocks.rows, step, chosen, max_accepted, is_finite,
+                self.target_kv.pages,
+            )  # fmt: skip
+            return packed, slots.flatten()
         packed, slots = self.kernels.close_step(
             self.state.row_state, blocks.rows, step, proposal.token_ids, chosen, max_accepted, is_finite
         )
@@ -392,12 +418,8 @@ class Runner:
         if self._looked_up is not None:
             return Proposal(self._looked_up[rows, : sampling.mode.verify_width - 1])
         assert self.draft is not None
-        assert self.draft_kv is not None
-        config = self.draft.config
         num_drafts = sampling.mode.verify_width - 1
-        attend = PagedAttention(
-            self.kernels, self.draft_kv, page_table, step.context_lens, config.causal, config.windows
-        )
+        attend = self._attend_draft(step, page_table)
         is_greedy = sampling.mode.is_greedy or not self.samples_drafts
         if self._walks:
             drafted = step.positions[:, 1 : 1 + num_drafts]
@@ -420,6 +442,13 @@ class Runner:
     def _confidences(self, logits: Tensor | None) -> Tensor | None:
         """The draft's largest probability at each position of logits [R, K, V'], if it is asked for."""
         return largest_probabilities(logits) if self._has_confidences and logits is not None else None
+
+    def _attend_draft(self, step: StepRows, page_table: Tensor) -> PagedAttention:
+        """The draft's attention over its context KV and its blocks."""
+        assert self.draft is not None
+        assert self.draft_kv is not None
+        config = self.draft.config
+        return PagedAttention(self.kernels, self.draft_kv, page_table, step.context_lens, config.causal, config.windows)
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of the draft's token ids."""
@@ -472,8 +501,9 @@ class Runner:
         config = self.target.config
         causal, lens = (True,) * config.num_layers, step.context_lens
         memory = None if self.states is None else BlockRecall.of(self.states, blocks.rows, lens)
+        slots, tree = (step.slots, None) if blocks.tree is None else (blocks.tree.slots, blocks.tree.rows)
         attend = PagedAttention(
-            self.kernels, self.target_kv, page_table, lens, causal, config.windows, step.slots, memory
+            self.kernels, self.target_kv, page_table, lens, causal, config.windows, slots, memory, tree
         )
         return attend if blocks.given is None else SharedAttention(attend, blocks.given, blocks.run(step.slots))
 

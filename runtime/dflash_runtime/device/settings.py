@@ -126,6 +126,17 @@ def apply_exclusions(
         config = replace(config, draft_sampling="greedy")
         text = "probabilistic drafting is off: plain decoding (-k 0) drafts no tokens"
         warnings.append(Notice(text, id="no-probabilistic-drafting"))
+    config, more = _exclude_widths(config, placement)
+    return config, (*warnings, *more)
+
+
+def _exclude_widths(config: EngineConfig, placement: Placement) -> tuple[EngineConfig, list[Notice]]:
+    """The config without adaptive width or a row budget where the drafts or the steps do not allow it."""
+    warnings = []
+    if config.adaptive_width and config.num_tree_nodes:
+        config = replace(config, adaptive_width=False)
+        text = "adaptive width is off: it measures the times of blocks, and --tree verifies trees"
+        warnings.append(Notice(text, id="no-adaptive-width-of-trees"))
     if config.adaptive_width and config.is_lookup:
         config = replace(config, adaptive_width=False)
         text = f"adaptive width is off: {config.drafting} drafts as many tokens as it finds"
@@ -148,7 +159,7 @@ def apply_exclusions(
         config = replace(config, adaptive_width=False)
         text = "adaptive width is off: it needs step times, which are measured only with CUDA graphs"
         warnings.append(Notice(text, id="no-adaptive-width"))
-    return config, tuple(warnings)
+    return config, warnings
 
 
 def can_capture(config: EngineConfig, device: torch.device, kernels: Kernels) -> bool:
@@ -157,14 +168,15 @@ def can_capture(config: EngineConfig, device: torch.device, kernels: Kernels) ->
 
 
 def can_adapt(config: EngineConfig) -> bool:
-    """Whether an engine with this config drafts and captures its decode steps. Adaptive width needs both.
+    """Whether an engine with this config drafts blocks and captures its decode steps. Adaptive width needs both.
 
     Raises:
         UsageError, UnsupportedError: the device or the kernels do not exist on this machine.
     """
     device = resolve_device(config.device)
     kernels = resolve_kernels(config.kernels, device, resolve_dtype(config.dtype, device))
-    return config.num_draft_tokens != 0 and can_capture(config, device, kernels)
+    is_fixed = config.num_draft_tokens == 0 or config.num_tree_nodes is not None
+    return not is_fixed and can_capture(config, device, kernels)
 
 
 def rows_of_a_step(config: EngineConfig, kernels: Kernels) -> int:
@@ -192,4 +204,5 @@ def resolve_limits(
         max_num_requests=config.max_num_requests,
         vocab_size=target.vocab_size,
         max_batched_tokens=rows_of_a_step(config, kernels),
+        num_tree_nodes=config.num_tree_nodes or 0 if num_draft_tokens else 0,
     )

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dflash_kernels.draft_tree import ranks_of_text
 from dflash_kernels.kv_format import KVScales
 from dflash_kernels.launch_config import MAX_GRID
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.recurrent import recall_alone
+from dflash_runtime.device.trees import TreeShape
 from dflash_runtime.drafts.draft import Draft, WalkingDraft, draft_places
 from dflash_runtime.models.placement import Placement, as_current
 from dflash_runtime.models.target import Target
@@ -132,6 +134,19 @@ class TextPages:
             losses = -chances.gather(-1, wanted.clamp(min=0)[..., None])[..., 0]
             losses = losses.nan_to_num(MOST_LOSS, MOST_LOSS, MOST_LOSS).clamp(max=MOST_LOSS)
             yield logits, chances, losses.masked_fill(wanted < 0, MOST_LOSS)
+
+    @torch.inference_mode()
+    def rank_in_trees(
+        self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int, shape: TreeShape
+    ) -> Tensor:
+        """The node that each token after an anchor has in the draft's tree, [R, K]; see `ranks_of_text`."""
+        with as_current(self._placement.device):
+            found = []
+            for piece in self._pieces(draft, anchors, num_drafts):
+                inputs = self._inputs(draft, cache, piece, num_drafts)
+                tree = shape.draft(self._placement.kernels, draft, *inputs, num_drafts)
+                found.append(ranks_of_text(tree, self._after(piece, num_drafts)))
+        return torch.cat(found)
 
     def count_right(self, anchors: Sequence[Anchor], proposed: Tensor) -> Tensor:
         """How many proposed tokens [R, K] equal the text after the anchor, up to the first difference: [R]."""

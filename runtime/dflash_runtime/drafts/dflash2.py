@@ -160,6 +160,19 @@ class DFlash2Draft(DFlashDraft):
         )  # fmt: skip
         return Drawn(walk.token_ids, described.distribution, logits=logits)
 
+    def candidate_scores(
+        self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `drafts.draft.SelectingDraft`."""
+        hidden = self._denoise(block_ids, positions, attend, num_drafts)
+        best, values = self._kernels.top_tokens(self._score(hidden), self._top_k)
+        candidates = best.view(len(block_ids), num_drafts, -1)
+        anchors = block_ids[:, :1, None].expand(-1, -1, self._top_k)
+        before = torch.cat((anchors, candidates[:, :-1]), dim=1)
+        reading = self._codebooks.predecessors[before] * self._projection(hidden).view(*before.shape[:2], 1, -1)
+        pairs = reading @ self._codebooks.successors[candidates].transpose(2, 3)
+        return candidates, values.view_as(candidates)[:, :, None] + pairs
+
     def logits_along(self, block_ids: Tensor, positions: Tensor, attend: Attend, text: Tensor) -> Tensor:
         """See `drafts.draft.WalkingDraft`."""
         hidden = self._denoise(block_ids, positions, attend, text.shape[1])

@@ -100,6 +100,21 @@ class WalkingDraft(Draft, Protocol):
         ...
 
 
+@runtime_checkable
+class SelectingDraft(WalkingDraft, Protocol):
+    """A walking draft that chooses among few candidates of each position, by the token before alone."""
+
+    def candidate_scores(
+        self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the C candidates of the first K = `num_drafts` masks of blocks [R, N], and scores of each pair.
+
+        Candidates are [R, K, C] ids of the draft. Scores are [R, K, C, C], by the candidate of the position before and
+        by candidate. The first position follows the anchor, so all its rows are equal.
+        """
+        ...
+
+
 DraftFamily = Callable[[DraftConfig, Weights, TargetEnds, Placement], Draft]
 """Builds a draft of one family, usually its class."""
 

@@ -37,7 +37,8 @@ class Batch:
     Chunks and blocks share one forward. `longest` is an upper bound on the true KV length of every decoding request.
     The step verifies the first `verify_width` rows of each block. With width 1 it drafts nothing. With a
     `mean_width` below that, requests get as many rows on average. `looked_up` has the draft tokens of each decoding
-    request, if a lookup drafts.
+    request, if a lookup drafts. With `tree_rows` the step verifies trees of this many rows instead, which give paths of
+    at most `verify_width` rows.
     """
 
     admitted: tuple[Request, ...] = ()
@@ -49,6 +50,7 @@ class Batch:
     mean_width: int = 0
     loads: tuple[Request, ...] = ()
     looked_up: tuple[tuple[int, ...], ...] = ()
+    tree_rows: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -60,8 +62,8 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Rows that go through the target: prompt rows, and the verified rows of blocks."""
-        return len(self.decode) * (self.mean_width or self.verify_width) + self.num_prompt_rows
+        """Rows that go through the target: prompt rows, and the verified rows of blocks or trees."""
+        return len(self.decode) * (self.tree_rows or self.mean_width or self.verify_width) + self.num_prompt_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,18 +35,31 @@ def rows_to_ridge(num_decoded: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits fixed before the engine starts. `max_batched_tokens` limits the rows of a step; see `rows_beside`."""
+    """Limits fixed before the engine starts. `max_batched_tokens` limits the rows of a step; see `rows_beside`.
+
+    With `num_tree_nodes` above 0, a step verifies a tree of this many drafted nodes instead of a block.
+    """
 
     num_draft_tokens: int
     max_model_len: int
     max_num_requests: int
     vocab_size: int
     max_batched_tokens: int = 2048
+    num_tree_nodes: int = 0
+
+    @property
+    def num_block_rows(self) -> int:
+        """Rows of a drafted block: the anchor and K masks. No step accepts more tokens, even from a tree."""
+        return self.num_draft_tokens + 1
+
+    def tree_rows(self, verify_width: int) -> int:
+        """The rows of each tree in a step of this verify width, the anchor included; 0 if the step verifies no tree."""
+        return self.num_tree_nodes + 1 if self.num_tree_nodes and verify_width > 1 else 0
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Slots a step may write past a request's true KV: the anchor and each draft token."""
-        return self.num_draft_tokens + 1
+        """Slots a step may write past a request's true KV: the anchor and each draft token, of all paths of a tree."""
+        return max(self.num_draft_tokens, self.num_tree_nodes) + 1
 
     @property
     def last_draft_len(self) -> int:

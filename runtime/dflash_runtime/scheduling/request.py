@@ -145,7 +145,8 @@ class DraftStep:
     """One verify step of one request.
 
     `draft_ids` are the verified draft tokens. The first `num_accepted` of them were accepted. Draft tokens beyond the
-    verify width are left out, since nobody knows whether the target would accept them. The step committed
+    verify width are left out, since nobody knows whether the target would accept them. Of a tree, they are the accepted
+    path and the most likely nodes after it, then -1 at depths that this path does not reach. The step committed
     `num_committed` output tokens from `start` on: the accepted drafts, then the bonus, cut at stops and limits.
 
     `confidences` are the draft's own predictions that the target accepts each draft token if it accepts all before it.
@@ -168,8 +169,8 @@ class DraftStep:
     def rejected_id(self) -> int | None:
         """The draft token that the target replaced by its own.
 
-        None if every verified draft was accepted, if the draft left that position empty (a negative id), or if a stop
-        or a limit cut off the target's own token.
+        None if every verified draft was accepted, if the draft left that position empty (a negative id), if a tree has
+        no node after the accepted ones, or if a stop or a limit cut off the target's own token.
         """
         has_bonus = self.num_committed > self.num_accepted
         token_id = self.draft_ids[self.num_accepted] if has_bonus and self.num_accepted < len(self.draft_ids) else -1

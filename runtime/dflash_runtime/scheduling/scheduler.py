@@ -112,12 +112,12 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         decode = self._plan_decode(is_drained)
         looked_up = self._look_up(decode)
-        verify_width = width_of(decode, self.width_policy, self.limits.num_lookahead_tokens, looked_up)
+        verify_width = width_of(decode, self.width_policy, self.limits.num_block_rows, looked_up)
         mean_width = self.row_budget.choose(decode, verify_width) if self.row_budget is not None else 0
+        tree_rows = self.limits.tree_rows(verify_width)
+        num_rows = tree_rows or mean_width or verify_width
         # A step that preempts admits no request: the freed pages are for requests that already run.
-        admitted, chunks = self._plan_prompts(
-            len(decode), mean_width or verify_width, may_admit=self.num_preemptions == num_preemptions
-        )
+        admitted, chunks = self._plan_prompts(len(decode), num_rows, may_admit=self.num_preemptions == num_preemptions)
         additions, self._additions = self._additions, []
         longest = max((self._kv_upper(request) for request in decode), default=0)
         for request in decode:
@@ -132,6 +132,7 @@ class Scheduler:
             mean_width=mean_width,
             loads=tuple(request for request in admitted if request.is_loading),
             looked_up=looked_up,
+            tree_rows=tree_rows,
         )
 
     def commit(self, request: Request, output: StepOutput) -> list[int]:
@@ -272,11 +273,11 @@ class Scheduler:
             return ()
         return tuple(look_up(request, self._make_index, self.limits.num_draft_tokens) for request in decode)
 
-    def _plan_prompts(self, num_decoding: int, width: int, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
+    def _plan_prompts(self, num_decoding: int, num_rows: int, *, may_admit: bool) -> tuple[list[Request], list[Chunk]]:
         """Requests to admit and chunks to prefill in this step. `RowShares` divides the rows."""
         begun = [request for request in self._running if not (request.is_prefilled or request.is_loading)]
         num_prompts = len(begun) + min(len(self._waiting), len(self._free_rows))
-        shares = RowShares(self.load.prompt_rows(num_decoding, width, num_prompts))
+        shares = RowShares(self.load.prompt_rows(num_decoding, num_rows, num_prompts))
         first, last = shares.order(begun)
         for request in first:
             shares.give(request)

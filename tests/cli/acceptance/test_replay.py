@@ -18,8 +18,8 @@ from dflash_testing.dumps import EXACT, TAPS, bundled_rows, draft_of, dump_to, r
 from dflash_testing.paths import GOLDEN
 
 
-def live(name: str, rows: Sequence[PromptRow], params: SamplingParams) -> list[RequestOutput]:
-    session = open_session(name, TINY, EXACT)
+def live(name: str, rows: Sequence[PromptRow], params: SamplingParams, **engine: Any) -> list[RequestOutput]:
+    session = open_session(name, TINY, replace(EXACT, **engine))
     answers = [item.answer for item in session.answer(rows, params) if item.answer is not None]
     return [item.output for item in sorted(answers, key=lambda item: item.row.index)]
 
@@ -44,6 +44,28 @@ def test_the_walk_has_the_steps_of_a_live_run(sampling: dict[str, Any], tmp_path
             assert one.acceptance_lengths == other.acceptance_lengths
             assert one.committed_lengths == other.committed_lengths
             assert one.finish_reason == other.finish_reason
+
+
+def test_the_walks_of_trees_have_the_lengths_of_live_runs(tmp_path: Path) -> None:
+    """One forward per anchor serves trees of all sizes."""
+    rows, params = bundled_rows(2), SamplingParams(max_new_tokens=24)
+    dump = dump_to(tmp_path / "dump", rows, params)
+    request = replace(request_for(dump, "tiny:reduced"), trees=(4, 24))
+    found = replayed(request)
+    for index, num_nodes in enumerate(request.trees):
+        outputs = live("tiny:reduced", rows, params, num_tree_nodes=num_nodes)
+        for item, output in zip(found, outputs, strict=True):
+            walked = item.output(item.trees[index])
+            assert walked.acceptance_lengths == output.acceptance_lengths
+            assert walked.committed_lengths == output.committed_lengths
+    evaluation = replay(request)
+    assert [(item.num_nodes, item.summary.counts.num_drafts) for item in evaluation.trees] == [
+        (num_nodes, sum(len(item.trees[index]) for item in found)) for index, num_nodes in enumerate((4, 24))
+    ]
+    length, block = evaluation.trees[1].summary.counts.acceptance_len, evaluation.total.counts.acceptance_len
+    assert length is not None
+    assert block is not None
+    assert evaluation.trees[1].gain == length / block - 1 > 0
 
 
 def test_all_anchors_at_once_have_the_same_steps_as_one_anchor_at_a_time(tmp_path: Path) -> None:

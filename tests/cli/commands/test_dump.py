@@ -220,6 +220,7 @@ def test_turns_are_answers_of_their_own(tmp_path: Path) -> None:
         (["dump", "tiny", "--taps", "1"], "missing-option", "--output"),
         ([*REPLAY], "option-needs-another", "--dump"),
         (["eval-acceptance", "--head-from", "tiny"], "option-needs-another", "--head-from"),
+        (["eval-acceptance", "--tree", "4,8"], "several-trees", "--tree"),
         ([*REPLAY, "--dump", "x", "-p", "y"], "options-exclude-each-other", "--prompts"),
         ([*REPLAY, "--dump", "x", "--dump-layer-ids", "1;2"], "usage-error", "--dump-layer-ids"),
     ],

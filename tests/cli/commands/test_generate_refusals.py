@@ -50,6 +50,9 @@ def test_other_forms_of_prompt_files_are_answered_with_how_to_change_them(tmp_pa
         (["x", "--max-model-len", "999999"], 2, {"field": "max_model_len", "found": 999_999}),
         (["x", "--output", "README.md"], 2, {"id": "output-exists", "path": Path("README.md")}),
         (["x", "--output", "no/such/dir/rows.jsonl"], 2, {"id": "no-parent-directory", "path": Path("no/such/dir")}),
+        (["x", "--tree-candidates", "3"], 2, {"id": "option-needs-another", "field": "--tree-candidates"}),
+        (["x", "--tree", "4", "--verify-width", "auto"], 2, {"id": "options-exclude-each-other"}),
+        (["x", "--tree", "4", "--draft", "tiny:dspark"], 5, {"id": "tree-of-markov-draft", "field": "--tree"}),
         (["x", "--chat-template-kwargs", "{"], 2, {"field": "--chat-template-kwargs", "found": "{"}),
     ],
 )

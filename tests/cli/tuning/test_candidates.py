@@ -25,6 +25,8 @@ def test_blocks_of_powers_of_two_are_tried(trained: int, numbers: list[int]) -> 
 def test_each_k_below_the_trained_k_is_tried_in_both_ways() -> None:
     names = ["resized-1", "narrowed-1", "resized-3", "narrowed-3", "whole-7"]
     assert [item.name for item in candidates_for([3, 1, 3], 7)] == names
+    trees = [item.name for item in candidates_for([7], 7, [32, 8, 32])]
+    assert trees == ["tree-8", "tree-32", "whole-7"]
     with refuses(UsageError, "k-out-of-range", field="--num-speculative-tokens", found=8):
         candidates_for([8], 7)
 
@@ -43,8 +45,9 @@ def request_for(count: int, **params: Any) -> EvaluationPlan:
     [
         (Candidate(3, "resized"), {"num_draft_tokens": 3}, {}),
         (Candidate(3, "narrowed"), {}, {"verify_width": 4}),
+        (Candidate(7, "tree", 12), {"num_tree_nodes": 12}, {}),
     ],
-    ids=["resized", "narrowed"],
+    ids=["resized", "narrowed", "tree"],
 )
 def test_a_candidate_is_the_run_with_its_options(
     candidate: Candidate, engine: dict[str, Any], params: dict[str, Any]

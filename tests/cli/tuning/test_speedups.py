@@ -14,12 +14,13 @@ from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best, speedup
 from dflash_cli.tuning.step_costs import StepCosts, Times
-from dflash_cli.tuning.tuning_report import caveats
+from dflash_cli.tuning.tuning_report import advice, caveats
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 from dflash_testing.evaluations import evaluation_run
 
 DOES_NOT_PAY = "does not pay"
 ONE, THREE, SEVEN = Candidate(1, "resized"), Candidate(3, "resized"), Candidate(7, "whole")
+TREE = Candidate(7, "tree", 32)
 
 
 def output_of(index: int, lengths: Sequence[int]) -> RequestOutput:
@@ -57,7 +58,7 @@ def evaluation_of(rows: Sequence[Sequence[int]], categories: str = "a", num_resa
 
 
 def costs_of(plain: Mapping[int, Times], **drafting: Mapping[int, Times]) -> StepCosts:
-    candidates = {item.name.replace("-", ""): item for item in (ONE, THREE, SEVEN, Candidate(3, "narrowed"))}
+    candidates = {item.name.replace("-", ""): item for item in (ONE, THREE, SEVEN, Candidate(3, "narrowed"), TREE)}
     return StepCosts(
         plain=plain, drafting={candidates[name]: times for name, times in drafting.items()}, source="given"
     )
@@ -234,14 +235,29 @@ def test_one_k_for_all_batch_sizes_is_the_best_on_average() -> None:
     assert overall_best(list(choices_of(hopeless).values())) is None
 
 
-def test_engines_never_get_a_narrowed_block() -> None:
-    narrowed = Candidate(3, "narrowed")
-    evaluations = {**LENGTHS, narrowed: LENGTHS[SEVEN]}
-    costs = costs_of({1: (10.0, 10.0)}, narrowed3={1: (1.0, 1.0)}, resized3={1: (9.0, 9.0)}, whole7={1: (30.0, 30.0)})
+@pytest.mark.parametrize("other", [Candidate(3, "narrowed"), TREE], ids=["narrowed", "tree"])
+def test_engines_get_resized_blocks_only(other: Candidate) -> None:
+    evaluations = {**LENGTHS, other: LENGTHS[SEVEN]}
+    times: dict[str, Mapping[int, Times]] = {other.name.replace("-", ""): {1: (1.0, 1.0)}}
+    costs = costs_of({1: (10.0, 10.0)}, resized3={1: (9.0, 9.0)}, whole7={1: (30.0, 30.0)}, **times)
     (choice, _) = choose(evaluations, costs, 0.95)
-    assert choice.best.candidate == narrowed
+    assert choice.best.candidate == other
     assert overall_best([choice]) == THREE
     assert batch_schedule([choice]) == [(1, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "verdict"),
+    [((12.0, 12.0, 12.0), "pays"), ((15.0, 15.0, 15.0), "is level with it"), ((40.0, 40.0, 40.0), DOES_NOT_PAY)],
+)
+def test_a_tree_pays_where_it_is_faster_than_every_block(milliseconds: Times, verdict: str) -> None:
+    """A block of 5 tokens per step in 10 ms, beside a tree of 7 or 8 tokens: 1.5 times as many."""
+    evaluations = {SEVEN: evaluation_of(spread(5)), TREE: evaluation_of([[7, 8] * 5] * 64)}
+    costs = costs_of({1: (9.0,) * 3, 8: (9.0,) * 3}, whole7={1: (10.0,) * 3, 8: (10.0,) * 3}, tree32={1: milliseconds})
+    found = list(advice(choose(evaluations, costs, 0.95)))
+    compared = [line for line in found if "times as fast as K 7" in line]
+    assert len(compared) == 1  # the tree has no time at batch 8
+    assert verdict in compared[0]
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:

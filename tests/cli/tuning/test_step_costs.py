@@ -47,7 +47,8 @@ def test_times_are_numbers_or_lists_of_numbers(tmp_path: Path) -> None:
 
 def test_written_times_are_read_again(tmp_path: Path) -> None:
     """From a file of step times, and from the document of `dflash tune --json`."""
-    costs = read_step_costs(written(tmp_path, TIMES), 7)
+    costs = read_step_costs(written(tmp_path, {**TIMES, "trees": {"16": {"1": 9.5}}}), 7)
+    assert costs.of(Candidate(7, "tree", 16), 1) == (9.5,)
     for document in (to_json(costs.times), {"kind": "tune", "step_times": to_json(costs.times)}):
         assert read_step_costs(written(tmp_path, document), 7) == costs
 

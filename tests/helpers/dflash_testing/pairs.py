@@ -233,6 +233,7 @@ def random_llm(
         max_num_requests=config.max_num_requests,
         vocab_size=target.config.vocab_size,
         max_batched_tokens=rows_of_a_step(config, REFERENCE),
+        num_tree_nodes=config.num_tree_nodes or 0 if num_draft_tokens else 0,
     )
     kernels = REFERENCE if config.kernels == "auto" else resolve_kernels(config.kernels, CPU, target.embedding.dtype)
     kv_dtype = resolve_kv_dtype(config.kv_dtype)

@@ -1,0 +1,136 @@
+"""Best-first trees of draft tokens: the nodes with the highest product of the draft's probabilities.
+
+A draft that predicts all positions of a block in one pass gives a distribution for each position. A path of d tokens
+has the product of d probabilities. The tree has the N paths with the highest products. A path is never more likely
+than its beginning, so these paths form a tree. Source: arXiv 2604.12989 (DDTree). A draft with a selector gives a
+distribution for each candidate of the position before; a path has the product along its own candidates.
+
+Row 0 of a tree is the anchor. Row i is node i - 1, and the row of a parent is lower than the rows of its children.
+Everything here is a fixed number of torch operations with shapes that depend only on sizes, so graphs capture it.
+
+Axis letters: R requests, K positions of a block, B candidates of the position before, C candidates, N nodes, M rows
+(N + 1), S words of 64 bits.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 64
+
+
+class Tree(NamedTuple):
+    """Drafted nodes of R requests in descending order of probability, [R, N] int64 each."""
+
+    token_ids: Tensor
+    """negative if the draft has fewer than N paths"""
+    parents: Tensor
+    """row of the parent; 0 is the anchor"""
+    depths: Tensor
+    """number of tokens from the anchor to the node: 1 to K"""
+
+
+def build_tree(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree:
+    """Return the `num_nodes` most likely paths of each request.
+
+    log_probs  [R, K, B, C]; NaN counts as -inf, and a candidate of -inf is left out. With B = 1 every candidate of the
+               position before has the same distribution, and candidates are in descending order. The first position
+               reads the first row only.
+    token_ids  [R, K, C] int64, the tokens of these candidates
+
+    With B = 1, C = N candidates are enough for the exact tree, because a node's better siblings are nodes too. Equal
+    products rank by depth, then by the parent's rank, then by the candidate's place.
+
+    Levels are grown one after another. The N best paths of a level come from the N best paths of the level before.
+    """
+    num_requests, num_positions, num_before, num_candidates = log_probs.shape
+    log_probs = log_probs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    path, place = _pairs(num_nodes, num_candidates, num_before == 1, log_probs.device)
+    scores = log_probs.new_full((num_requests, num_nodes), -torch.inf)
+    scores[:, 0] = 0  # the anchor
+    last = torch.zeros_like(scores, dtype=torch.int64)  # where each path's last candidate is in the axis B
+    levels = []
+    for position in range(num_positions):
+        added = log_probs[:, position].flatten(1).gather(1, last[:, path] * num_candidates + place)
+        grown, order = (scores[:, path] + added).sort(dim=1, descending=True, stable=True)
+        scores, order = _padded(grown, num_nodes, -torch.inf), _padded(order, num_nodes, 0)
+        chosen = place[order]
+        last = chosen if num_before > 1 else last
+        levels.append((scores, token_ids[:, position].gather(1, chosen), path[order]))
+    all_scores, ids, paths = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+    best, order = all_scores.sort(dim=1, descending=True, stable=True)
+    rows = torch.arange(1, all_scores.shape[1] + 1, device=order.device).expand_as(order)
+    row_of = torch.zeros_like(order).scatter(1, order, rows)
+    # A path of the first level continues the anchor. A later one continues a path of the level before.
+    before = torch.cat((row_of.new_zeros((num_requests, num_nodes)), row_of[:, :-num_nodes]), dim=1)
+    column = torch.arange(all_scores.shape[1], device=order.device)
+    parents = before.gather(1, paths + column // num_nodes * num_nodes)
+    order, is_node = order[:, :num_nodes], best[:, :num_nodes] > -torch.inf
+    return Tree(
+        token_ids=torch.where(is_node, ids.gather(1, order), -1),
+        parents=torch.where(is_node, parents.gather(1, order), 0),
+        depths=torch.where(is_node, order // num_nodes + 1, 1),
+    )
+
+
+def _padded(values: Tensor, count: int, fill: float) -> Tensor:
+    """Return the first `count` columns, filled up if there are fewer."""
+    return torch.nn.functional.pad(values, (0, count - values.shape[1]), value=fill)
+
+
+@cache
+def _pairs(num_nodes: int, num_candidates: int, is_sorted: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the pairs of a path of a level and a candidate of the next position that may be among the N best.
+
+    If candidates are sorted alike for all paths, path j with candidate c, both counted from 0, has at least
+    (j + 1) * (c + 1) - 1 better pairs.
+    """
+    pairs = [
+        (path, place)
+        for path in range(num_nodes)
+        for place in range(min(num_nodes // (path + 1) if is_sorted else num_candidates, num_candidates))
+    ]
+    path, place = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(device)
+    return path, place
+
+
+def ancestor_words(parents: Tensor, num_positions: int) -> Tensor:
+    """Return the set of each row's ancestors, the row itself included, as bits: [R, N] parents -> [R, M, S] int64.
+
+    Bit `j % 64` of word `j // 64` stands for row j. `num_positions` is the greatest depth of a node.
+    """
+    num_rows = parents.shape[1] + 1
+    row = torch.arange(num_rows, device=parents.device)
+    word = torch.arange(-(-num_rows // WORD_BITS), device=parents.device)
+    own = torch.where(row[:, None] // WORD_BITS == word, torch.ones_like(row)[:, None] << row[:, None] % WORD_BITS, 0)
+    words = own.expand(len(parents), -1, -1)
+    above = torch.nn.functional.pad(parents, (1, 0))
+    for _ in range(num_positions.bit_length()):  # each round doubles the number of known ancestors
+        words = words | words.gather(1, above[:, :, None].expand_as(words))
+        above = above.gather(1, above)
+    return words
+
+
+def is_ancestor(words: Tensor) -> Tensor:
+    """Return whether row j is row i or one of its ancestors: [R, M, S] words -> [R, M, M] bool."""
+    row = torch.arange(words.shape[1], device=words.device)
+    return (words[:, :, row // WORD_BITS] >> row % WORD_BITS & 1).bool()
+
+
+def ranks_of_text(tree: Tree, text: Tensor) -> Tensor:
+    """Return the node, counted from 0, that each token of a text [R, K] has in its tree: [R, K] int64.
+
+    N stands for a token without a node. The first n nodes of a tree are the tree of n nodes, so the tokens with ranks
+    below n are the tokens that this smaller tree accepts.
+    """
+    num_nodes = tree.token_ids.shape[1]
+    row, ranks = torch.zeros_like(text[:, :1]), []
+    for place in range(text.shape[1]):
+        token = text[:, place : place + 1]
+        is_next = (tree.token_ids >= 0) & (tree.token_ids == token) & (tree.parents == row)
+        rank = torch.where(is_next.any(1), is_next.long().argmax(1), num_nodes)
+        row = torch.where(rank < num_nodes, rank + 1, -1)[:, None]  # no node has this parent
+        ranks.append(rank)
+    return torch.stack(ranks, dim=1)

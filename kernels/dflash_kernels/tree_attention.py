@@ -1,0 +1,181 @@
+"""Attention of a tree's rows over paged context and over each row's own ancestors.
+
+It differs from `block_attention.py` in the block: a row sees only the rows of its path, and its position is
+`context_len + depth`. All rows of a tree are verified in one forward, although several rows have one position.
+
+The kernel packs rows and query heads into tiles as `block_attention.py` does. It does not cut keys into parts, because
+a tree has several times the rows of a block, and so several times the programs.
+
+Axis letters: R requests, M rows of a tree, P pages, H heads, KV heads of keys and values, D head dim, S words.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.attention_walk import begin_softmax, walk_context, walk_tree
+from dflash_kernels.block_attention import (
+    PLAIN,
+    Softmax,
+    attend_ref,
+    cap_of_products,
+    check_room,
+    check_softmax,
+    factor_of_products,
+    room_for,
+)
+from dflash_kernels.draft_tree import is_ancestor
+from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats
+from dflash_kernels.kv_store import strides_of_caches
+from dflash_kernels.launch_config import (
+    MAX_GRID,
+    MIN_DOT,
+    attention_shape,
+    ceil_div,
+    check_tensors,
+    jit,
+    power_of_2,
+    require,
+    tl,
+)
+
+
+class TreeRows(NamedTuple):
+    """How the rows of verified trees depend on each other, int64."""
+
+    depths: Tensor
+    """[R, M] distance from the anchor, which is row 0"""
+    words: Tensor
+    """[R, M, S] bits of each row's ancestors; see `draft_tree.ancestor_words`"""
+
+
+def tree_attention_ref(
+    query: Tensor,
+    block_keys: Tensor,
+    block_values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    tree: TreeRows,
+    *,
+    window: int | None,
+    softmax: Softmax = PLAIN,
+    scales: KVScales = UNSCALED,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attend from each row to the context and to its ancestors, itself included.
+
+    Tensors are as in `block_attention_ref`, with M rows in each block. A window counts positions, so it depends on the
+    depths of rows, not on their order. Returns [R, M, H, D].
+    """
+    num_rows, num_keys = query.shape[1], page_table.shape[1] * key_cache.shape[1]
+    context = torch.arange(num_keys, device=query.device)
+    positions = context_lens[:, None] + tree.depths
+    is_context = context < context_lens[:, None]
+    visible = torch.cat((is_context[:, None].expand(-1, num_rows, -1), is_ancestor(tree.words)), dim=2)
+    if window is not None:
+        key_positions = torch.cat((context.expand(len(positions), -1), positions), dim=1)
+        visible = visible & (positions[:, :, None] - key_positions[:, None] < window)
+    return attend_ref(
+        query, block_keys, block_values, key_cache, value_cache, page_table, is_context, visible, softmax, scales, out
+    )
+
+
+@jit
+def _tree_attention_kernel(
+    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, depths, words, sinks, out,
+    query_row, query_head, keys_row, keys_head, values_row, values_head,
+    cache_page, cache_row, cache_head, table_stride,
+    num_rows, num_pages, scale, value_scale,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, NUM_WORDS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+):  # fmt: skip
+    request = (tl.program_id(1) // NUM_KV).to(tl.int64)
+    kv_head = (tl.program_id(1) % NUM_KV).to(tl.int64)
+    context_len = tl.load(context_lens + request).to(tl.int32)
+    readable_len = tl.minimum(context_len, num_pages * PAGE_SIZE)
+    packed = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    row, head = packed // GROUP, kv_head * GROUP + packed % GROUP
+    is_row = row < num_rows
+    dim = tl.arange(0, TILE_D)
+    is_query = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    flat_row = request * num_rows + row
+    queries = tl.load(
+        query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
+    )
+    depth = tl.load(depths + flat_row, mask=is_row, other=0).to(tl.int32)
+    first = 0
+    if WINDOW:
+        # The anchor is the row that sees the farthest back.
+        first = tl.maximum(context_len - WINDOW + 1, 0) // TILE_N
+    acc, row_max, weight_sum = begin_softmax(sinks, head, True, TILE_M, TILE_D)
+    acc, row_max, weight_sum = walk_context(
+        queries, depth, dim, key_cache + kv_head * cache_head, value_cache + kv_head * cache_head, cache_page,
+        cache_row, page_table + request * table_stride, context_len, readable_len, first,
+        tl.cdiv(readable_len, TILE_N), acc, row_max, weight_sum, scale,
+        HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, False,
+    )  # fmt: skip
+    acc, row_max, weight_sum = walk_tree(
+        queries, depth, dim, depths + request * num_rows, words + flat_row * NUM_WORDS, is_row,
+        block_keys + request * num_rows * keys_row + kv_head * keys_head,
+        block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
+        acc, row_max, weight_sum, scale, HEAD_DIM, WINDOW, CAP, TILE_N, TILE_D,
+    )  # fmt: skip
+    mean = acc * value_scale / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
+    target = flat_row * (NUM_KV * GROUP) + head
+    tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean.to(out.dtype.element_ty), mask=is_query)
+
+
+def tree_attention(
+    query: Tensor,
+    block_keys: Tensor,
+    block_values: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    context_lens: Tensor,
+    tree: TreeRows,
+    *,
+    window: int | None,
+    softmax: Softmax = PLAIN,
+    scales: KVScales = UNSCALED,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute `tree_attention_ref` in one launch, one program per tile of packed rows and KV head."""
+    check_tensors(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, *tree)
+    check_formats(key_cache, value_cache, query, block_keys, block_values)
+    num_requests, num_rows, num_heads, head_dim = query.shape
+    num_kv = block_keys.shape[2]
+    require(num_heads % num_kv == 0, "query", "a number of heads that is a multiple of the KV heads")
+    block_shape = (num_requests, num_rows, num_kv, head_dim)
+    require(block_keys.shape == block_values.shape == block_shape, "block_keys, block_values", "one row per query row")
+    require(key_cache.shape[2:] == (num_kv, head_dim), "caches", "the KV heads of the block")
+    require(len(page_table) == num_requests == len(context_lens), "page_table, context_lens", "one row per request")
+    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
+    require(window is None or window > 0, "window", "at least 1")
+    require(tree.depths.shape == tree.words.shape[:2] == (num_requests, num_rows), "tree", "one entry per query row")
+    check_softmax(softmax, query)
+    require(num_requests * num_kv <= MAX_GRID, "query", f"at most {MAX_GRID} requests times KV heads")
+    out = room_for(query) if out is None else out
+    check_room(out, query)
+    if not out.numel():
+        return out
+    flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)]
+    require(all(tensor.stride(2) == 1 for tensor in flat), "query, block_keys, block_values", "contiguous heads")
+    strides = [stride for tensor in flat for stride in tensor.stride()[:2]]
+    strides += [*strides_of_caches(key_cache, value_cache), page_table.stride(0)]
+    group, page_size = num_heads // num_kv, key_cache.shape[1]
+    shape = attention_shape(num_requests * num_kv, num_rows * group, head_dim, query.element_size(), query.device)
+    _tree_attention_kernel[(ceil_div(num_rows * group, shape.rows), num_requests * num_kv)](
+        *flat, as_readable(key_cache), as_readable(value_cache), page_table, context_lens.contiguous(),
+        tree.depths.contiguous(), tree.words.contiguous(), softmax.sinks, out, *strides,
+        num_rows, page_table.shape[1], factor_of_products(head_dim, scales), scales.value,
+        NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size, WINDOW=window or 0,
+        CAP=cap_of_products(softmax, head_dim, scales), NUM_WORDS=tree.words.shape[2],
+        TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=max(power_of_2(head_dim), MIN_DOT), num_warps=4,
+        num_stages=shape.num_stages,
+    )  # fmt: skip
+    return out
