@@ -1,0 +1,148 @@
+"""The position of answers in their grammars, and the masks of one step, for draft tokens and for the target's rows.
+
+Row i of a block is verified after i draft tokens. So the mask of row i is also the mask of draft token i + 1. The masks
+of a row exist as soon as the draft tokens before it are chosen, and the host must know these: each row waits for the
+device.
+
+Axis letters: R requests, W verified rows, V vocabulary of the target, V' of the draft, B words of 32 bits.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_runtime.errors import DFlashError
+from dflash_runtime.scheduling.grammar import import_llguidance
+
+
+class Matcher:
+    """The position of one answer in its grammar: after its committed tokens and, within a step, its draft tokens.
+
+    A stop token is not a part of the text: it is allowed where the text may end, and nothing follows it.
+    """
+
+    def __init__(self, tokenizer: Any, compiled: str, stop_ids: Sequence[int]) -> None:
+        self._matcher = import_llguidance().LLMatcher(tokenizer, compiled, log_level=0)
+        self._stop_ids = list(stop_ids)
+        self._num_committed = 0
+        self._num_drafted = 0
+        self.has_ended = False
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Go to the end of an answer's committed tokens, of which earlier calls had the first ones.
+
+        Raises:
+            DFlashError: the grammar has no such text, or is too complex to parse it.
+        """
+        self.forget_drafts()
+        new = list(token_ids[self._num_committed :])
+        if new and new[-1] in self._stop_ids:
+            self.has_ended = True
+            new.pop()
+        if not self._matcher.consume_tokens(new):
+            raise self._failure(self._matcher.get_error())
+        self._num_committed = len(token_ids)
+
+    def forget_drafts(self) -> None:
+        """Go back to the end of the committed tokens."""
+        if self._num_drafted:
+            self._matcher.rollback(self._num_drafted)
+        self._num_drafted, self.has_ended = 0, False
+
+    def try_draft(self, token_id: int) -> bool:
+        """Go past a draft token if the grammar allows it, as it does anything after a stop. Returns whether it does."""
+        if self.has_ended:
+            return True
+        if token_id in self._stop_ids:
+            self.has_ended = bool(self._matcher.is_accepting())
+            return self.has_ended
+        is_allowed = self._matcher.try_consume_tokens([token_id]) == 1
+        self._num_drafted += is_allowed
+        return is_allowed
+
+    def mask(self) -> "np.ndarray[Any, np.dtype[np.uint32]] | None":
+        """The tokens that may come next, as words [B] uint32. None after a stop token, when nothing matters any more.
+
+        Raises:
+            DFlashError: no token may come next, because the vocabulary lacks a token that the grammar needs here.
+        """
+        if self.has_ended:
+            return None
+        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32).copy()
+        may_end = bool(self._matcher.is_accepting())
+        for stop in self._stop_ids:
+            bit = np.uint32(1 << stop % 32)
+            words[stop // 32] = words[stop // 32] | bit if may_end else words[stop // 32] & ~bit
+        if self._matcher.is_error() or not words.any():
+            raise self._failure(self._matcher.get_error() or "the vocabulary lacks a token that could come next")
+        return words
+
+    def _failure(self, reason: str) -> DFlashError:
+        text = (reason.splitlines() or ["unknown"])[0]
+        return DFlashError(f"the answer cannot follow its grammar: {text}", id="grammar-failed")
+
+
+class TokenMasks:
+    """The masks of one step. Draft tokens are chosen from left to right: `allow`, a choice, `take`, and so on.
+
+    matchers    the position of each request in its grammar, or None for a request without one
+    target_ids  the target's id of each id of the draft [V'], or None if they are equal
+    """
+
+    def __init__(
+        self, matchers: Sequence[Matcher | None], vocab_size: int, device: torch.device, target_ids: Tensor | None
+    ) -> None:
+        self._matchers, self._vocab_size, self._device, self._target_ids = matchers, vocab_size, device, target_ids
+        self._is_open = [matcher is not None for matcher in matchers]  # False after a forbidden draft token
+        self._taken: list[Tensor] = []
+        self._rows: list[Tensor] = []  # the mask of each row so far, [R, V] bool
+        self._add_row([None if matcher is None else matcher.mask() for matcher in matchers])
+
+    def allow(self, logits: Tensor) -> Tensor:
+        """Return draft logits [R, V'] of the next position with minus infinity for every forbidden token.
+
+        If every id of the draft is forbidden, the request's row stays as it is. The target then rejects the choice.
+        """
+        allowed = self._rows[-1] if self._target_ids is None else self._rows[-1][:, self._target_ids]
+        return logits.masked_fill(~(allowed | ~allowed.any(-1, keepdim=True)), -torch.inf)
+
+    def take(self, draft_ids: Tensor) -> None:
+        """Put the choices [R] of the draft, ids of the draft, at the next position. Waits for the device."""
+        ids = draft_ids if self._target_ids is None else self._target_ids[draft_ids]
+        self._taken.append(ids)
+        self._add_row([self._mask_after(place, token) for place, token in enumerate(ids.tolist())])
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The choices so far as ids of the target, [R, W - 1] int64."""
+        return torch.stack(self._taken, dim=1)
+
+    def limit(self, logits: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return the target's logits [R * W, V] with minus infinity for every token that a row's grammar forbids.
+
+        Rows after a forbidden draft token or a stop token are not masked: their tokens are never committed. `rows`
+        chooses among the W rows.
+        """
+        allowed = torch.stack(self._rows[rows], dim=1)
+        return logits.masked_fill(~allowed.flatten(0, 1), -torch.inf)
+
+    def _mask_after(self, place: int, token: int) -> "np.ndarray[Any, Any] | None":
+        """The mask after one more draft token of a request, or None if nothing is masked any more."""
+        matcher = self._matchers[place]
+        if matcher is None or not self._is_open[place]:
+            return None
+        self._is_open[place] = matcher.try_draft(token)
+        return matcher.mask() if self._is_open[place] else None
+
+    def _add_row(self, masks: Sequence["np.ndarray[Any, Any] | None"]) -> None:
+        """Send the masks of a row, each as words [B] or None to allow everything."""
+        words = np.full((len(masks), -(-self._vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
+        for place, mask in enumerate(masks):
+            if mask is not None:
+                words[place] = mask[: words.shape[1]]
+        sent = torch.from_numpy(words.view(np.uint8)).to(self._device)
+        bits = (sent[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self._device)) & 1
+        self._rows.append(bits.flatten(1).bool()[:, : self._vocab_size])
