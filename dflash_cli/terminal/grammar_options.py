@@ -47,7 +47,7 @@ class GrammarOptions(Request):
         Path | None,
         Option(
             metavar="FILE", group=PROMPTS, is_setting=False,
-            help="Pass the JSON list of tools in FILE to the chat template. A row of prompts may have tools of its own.",
+            help="Pass the JSON list of tools in FILE to the chat template, for prompts without tools of their own.",
         ),
     ] = None  # fmt: skip
 
@@ -99,12 +99,8 @@ class GrammarOptions(Request):
         except ValueError:
             tools = None
         if not (isinstance(tools, list) and tools and all(isinstance(item, dict) for item in tools)):
-            raise UsageError(
-                id="tools-not-a-list",
-                field="--tools",
-                found=str(self.tools),
-                expected="a file with a JSON list of tools",
-            )
+            found, expected = str(self.tools), "a file with a JSON list of tools"
+            raise UsageError(id="tools-not-a-list", field="--tools", found=found, expected=expected)
         return tools
 
 
