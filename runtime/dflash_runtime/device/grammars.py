@@ -1,4 +1,4 @@
-"""The grammars of a runner's requests: their compiled forms, the tokenizer that parses for them, and their matchers.
+"""The grammars of a runner's requests: their parsers, the tokenizer for these, and their matchers.
 
 A matcher belongs to a request while the request holds a row. It follows the request's committed tokens, so a request
 that is preempted, or that restarts after a failed step, gets a new matcher at the same position.
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.checkpoint.tokenizer import Tokenizer
-from dflash_runtime.drafts.token_masks import Matcher, TokenMasks
+from dflash_runtime.drafts.token_masks import Matcher, ParserTokenizer, TokenMasks
 from dflash_runtime.errors import RequestError, UnsupportedError
 from dflash_runtime.scheduling.batch import Batch
-from dflash_runtime.scheduling.grammar import Grammar, import_llguidance
+from dflash_runtime.scheduling.grammar import Grammar
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
 
@@ -32,11 +32,11 @@ class Grammars:
         self, tokenizer: Tokenizer | None, vocab_size: int, device: torch.device, target_ids: Tensor | None
     ) -> None:
         self._tokenizer, self._vocab_size, self._device, self._target_ids = tokenizer, vocab_size, device, target_ids
-        self._compiled: dict[Grammar, str] = {}
+        self._parsed: dict[Grammar, Any] = {}
         self._matchers: dict[Request, Matcher] = {}
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of a request that is about to be queued.
+        """Parse the grammar of a request that is about to be queued.
 
         Raises:
             RequestError: the grammar is malformed, or the request could never end.
@@ -45,14 +45,13 @@ class Grammars:
         if params.grammar is None:
             return
         check_grammar(params)
-        _ = self._parser_tokenizer
-        if params.grammar not in self._compiled:
-            self._compiled[params.grammar] = params.grammar.compiled()
+        if params.grammar not in self._parsed:
+            self._parsed[params.grammar] = self._parser_tokenizer.parse(params.grammar)
 
     @property
     def is_used(self) -> bool:
         """Whether a request with a grammar was prepared."""
-        return bool(self._compiled)
+        return bool(self._parsed)
 
     def are_in(self, batch: Batch) -> bool:
         """Whether a request of a batch has a grammar."""
@@ -90,23 +89,22 @@ class Grammars:
 
     def _new_matcher(self, params: SamplingParams) -> Matcher:
         assert params.grammar is not None
-        return Matcher(self._parser_tokenizer, self._compiled[params.grammar], params.effective_stops)
+        return Matcher(self._parser_tokenizer, self._parsed[params.grammar], params.effective_stops)
 
     @cached_property
-    def _parser_tokenizer(self) -> Any:
+    def _parser_tokenizer(self) -> ParserTokenizer:
         """The target's tokenizer in llguidance's form.
 
         Raises:
             UnsupportedError: llguidance is not installed, or cannot read the tokenizer.
         """
-        library = import_llguidance()
         if self._tokenizer is None:
             raise UnsupportedError(
                 "a grammar needs the target's tokenizer, which its directory lacks",
                 id="grammar-without-tokenizer", field="grammar", hint="name a target directory with tokenizer.json",
             )  # fmt: skip
         try:
-            return library.LLTokenizer(self._tokenizer.library_json, n_vocab=self._vocab_size)
+            return ParserTokenizer.read(self._tokenizer.library_json, self._vocab_size)
         except ValueError as error:
             raise UnsupportedError(
                 f"llguidance cannot read the target's tokenizer: {error}", id="grammar-tokenizer", field="grammar"

@@ -4,29 +4,75 @@ Row i of a block is verified after i draft tokens. So the mask of row i is also 
 of a row exist as soon as the draft tokens before it are chosen, and the host must know these: each row waits for the
 device.
 
-Axis letters: R requests, W verified rows, V vocabulary of the target, V' of the draft, B words of 32 bits.
+Axis letters: R requests, W verified rows, V vocabulary of the target, V' of the draft, B bytes of one bit per token.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.scheduling.grammar import import_llguidance
+from dflash_runtime.scheduling.grammar import Grammar, import_llguidance
+
+Bits = np.ndarray[Any, np.dtype[np.uint8]]
+"""One bit per token of the target, [B] uint8, of which the lowest bit is the first token."""
+
+END = "<|end of the grammar|>"
+
+
+@dataclass(frozen=True, slots=True)
+class ParserTokenizer:
+    """A target's tokenizer in llguidance's form.
+
+    llguidance wants one token that ends a text. The stop tokens differ by request and may be text elsewhere, so the
+    tokenizer gets a token of its own for this, which no answer has.
+    """
+
+    parser: Any
+    end_id: int
+    vocab_size: int  # of the target's logits
+
+    @classmethod
+    def read(cls, library_json: str, vocab_size: int) -> Self:
+        """Read a tokenizer as the tokenizers library writes it.
+
+        Raises:
+            ValueError: llguidance cannot read it.
+        """
+        from tokenizers import Tokenizer
+
+        library = Tokenizer.from_str(library_json)
+        library.add_special_tokens([END])
+        end_id = library.token_to_id(END)
+        parser = import_llguidance().LLTokenizer(
+            library.to_str(), n_vocab=max(vocab_size, end_id + 1), eos_token=end_id
+        )
+        return cls(parser, end_id, vocab_size)
+
+    def parse(self, grammar: Grammar) -> Any:
+        """Return llguidance's matcher of a grammar, of which every answer gets a copy.
+
+        Raises:
+            RequestError: see `Grammar.compiled`.
+        """
+        return import_llguidance().LLMatcher(self.parser, grammar.compiled(), log_level=0)
 
 
 class Matcher:
     """The position of one answer in its grammar: after its committed tokens and, within a step, its draft tokens.
 
     A stop token is not a part of the text: it is allowed where the text may end, and nothing follows it.
+
+    `parsed` is from `ParserTokenizer.parse`.
     """
 
-    def __init__(self, tokenizer: Any, compiled: str, stop_ids: Sequence[int]) -> None:
-        self._matcher = import_llguidance().LLMatcher(tokenizer, compiled, log_level=0)
-        self._stop_ids = list(stop_ids)
+    def __init__(self, tokenizer: ParserTokenizer, parsed: Any, stop_ids: Sequence[int]) -> None:
+        self._matcher = parsed.deep_copy()
+        self._tokenizer, self._stop_ids = tokenizer, list(stop_ids)
         self._num_committed = 0
         self._num_drafted = 0
         self.has_ended = False
@@ -59,26 +105,25 @@ class Matcher:
         if token_id in self._stop_ids:
             self.has_ended = bool(self._matcher.is_accepting())
             return self.has_ended
-        is_allowed = self._matcher.try_consume_tokens([token_id]) == 1
+        is_allowed = bool(self._matcher.try_consume_tokens([token_id]) == 1)
         self._num_drafted += is_allowed
         return is_allowed
 
-    def mask(self) -> "np.ndarray[Any, np.dtype[np.uint32]] | None":
-        """The tokens that may come next, as words [B] uint32. None after a stop token, when nothing matters any more.
+    def mask(self) -> Bits | None:
+        """The tokens that may come next, one bit each [B]. None after a stop token, when nothing matters any more.
 
         Raises:
             DFlashError: no token may come next, because the vocabulary lacks a token that the grammar needs here.
         """
         if self.has_ended:
             return None
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32).copy()
-        may_end = bool(self._matcher.is_accepting())
-        for stop in self._stop_ids:
-            bit = np.uint32(1 << stop % 32)
-            words[stop // 32] = words[stop // 32] | bit if may_end else words[stop // 32] & ~bit
-        if self._matcher.is_error() or not words.any():
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = bits[: self._tokenizer.vocab_size]
+        allowed[self._tokenizer.end_id : self._tokenizer.end_id + 1] = 0
+        allowed[self._stop_ids] = self._matcher.is_accepting()
+        if self._matcher.is_error() or not allowed.any():
             raise self._failure(self._matcher.get_error() or "the vocabulary lacks a token that could come next")
-        return words
+        return np.packbits(allowed, bitorder="little")
 
     def _failure(self, reason: str) -> DFlashError:
         text = (reason.splitlines() or ["unknown"])[0]
@@ -129,7 +174,7 @@ class TokenMasks:
         allowed = torch.stack(self._rows[rows], dim=1)
         return logits.masked_fill(~allowed.flatten(0, 1), -torch.inf)
 
-    def _mask_after(self, place: int, token: int) -> "np.ndarray[Any, Any] | None":
+    def _mask_after(self, place: int, token: int) -> Bits | None:
         """The mask after one more draft token of a request, or None if nothing is masked any more."""
         matcher = self._matchers[place]
         if matcher is None or not self._is_open[place]:
@@ -137,12 +182,12 @@ class TokenMasks:
         self._is_open[place] = matcher.try_draft(token)
         return matcher.mask() if self._is_open[place] else None
 
-    def _add_row(self, masks: Sequence["np.ndarray[Any, Any] | None"]) -> None:
-        """Send the masks of a row, each as words [B] or None to allow everything."""
-        words = np.full((len(masks), -(-self._vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
+    def _add_row(self, masks: Sequence[Bits | None]) -> None:
+        """Send the masks of a row, of which None allows everything."""
+        packed = np.full((len(masks), -(-self._vocab_size // 8)), 255, dtype=np.uint8)
         for place, mask in enumerate(masks):
             if mask is not None:
-                words[place] = mask[: words.shape[1]]
-        sent = torch.from_numpy(words.view(np.uint8)).to(self._device)
+                packed[place] = mask
+        sent = torch.from_numpy(packed).to(self._device)
         bits = (sent[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self._device)) & 1
         self._rows.append(bits.flatten(1).bool()[:, : self._vocab_size])
