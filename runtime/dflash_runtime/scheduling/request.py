@@ -141,9 +141,8 @@ class SamplingParams:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The parameters as values of a JSON document, without a grammar if there is none."""
-        values = {**asdict(self), "stop_token_ids": list(self.stop_token_ids)}
-        return values if self.grammar is not None else {key: item for key, item in values.items() if key != "grammar"}
+        """The parameters as values of a JSON document."""
+        return {**asdict(self), "stop_token_ids": list(self.stop_token_ids)}
 
     def with_stops(self, token_ids: Iterable[int]) -> "SamplingParams":
         """The same parameters with these stop ids added."""
