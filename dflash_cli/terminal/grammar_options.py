@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dflash_runtime.scheduling.grammar import Grammar
 
 OF_GRAMMAR = ("json_schema", "regex", "grammar")
-"""The options that give a grammar, of which a run has at most one."""
+"""The options that give a grammar. A run has at most one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,11 +115,11 @@ def check_grammar(params: SamplingParams) -> None:
     """Refuse a grammar that could never end an answer.
 
     Raises:
-        RequestError: the request has no stop token, or ignores it.
+        RequestError: the request lacks a stop token, or ignores stop tokens.
     """
     if params.grammar is not None and not params.effective_stops:
         raise RequestError(
-            "an answer with a grammar ends at a stop token, and this request has none",
+            "an answer with a grammar ends at a stop token, which this request lacks",
             id="grammar-without-stop", field="ignore_eos" if params.ignore_eos else "stop_token_ids",
             found=params.ignore_eos or (), expected="a stop token",
         )  # fmt: skip

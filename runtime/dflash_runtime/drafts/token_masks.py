@@ -19,7 +19,7 @@ from dflash_runtime.errors import DFlashError
 from dflash_runtime.scheduling.grammar import Grammar, import_llguidance
 
 Bits = np.ndarray[Any, np.dtype[np.uint8]]
-"""One bit per token of the target, [B] uint8, of which the lowest bit is the first token."""
+"""One bit per token of the target, [B] uint8. The lowest bit of a byte is its first token."""
 
 END = "<|end of the grammar|>"
 
@@ -54,7 +54,7 @@ class ParserTokenizer:
         return cls(parser, end_id, vocab_size)
 
     def parse(self, grammar: Grammar) -> Any:
-        """Return llguidance's matcher of a grammar, of which every answer gets a copy.
+        """Return llguidance's matcher of a grammar. `Matcher` copies it for each answer.
 
         Raises:
             RequestError: see `Grammar.compiled`.
@@ -78,7 +78,7 @@ class Matcher:
         self.has_ended = False
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Go to the end of an answer's committed tokens, of which earlier calls had the first ones.
+        """Go to the end of an answer's committed tokens, which begin with the tokens of earlier calls.
 
         Raises:
             DFlashError: the grammar has no such text, or is too complex to parse it.
@@ -183,7 +183,7 @@ class TokenMasks:
         return matcher.mask() if self._is_open[place] else None
 
     def _add_row(self, masks: Sequence[Bits | None]) -> None:
-        """Send the masks of a row, of which None allows everything."""
+        """Send the masks of a row. None allows everything."""
         packed = np.full((len(masks), -(-self._vocab_size // 8)), 255, dtype=np.uint8)
         for place, mask in enumerate(masks):
             if mask is not None:

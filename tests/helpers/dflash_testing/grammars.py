@@ -23,7 +23,7 @@ SCHEMA = {
     "required": ["name", "kind", "sizes"],
     "additionalProperties": False,
 }
-"""A schema of which the bundled target finishes its answers within 40 tokens."""
+"""A schema for which the bundled target finishes its answers within 40 tokens."""
 
 JSON = Grammar("json_schema", json.dumps(SCHEMA))
 
