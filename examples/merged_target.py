@@ -41,7 +41,7 @@ def _with_update(weight: torch.Tensor, strength: float, generator: torch.Generat
     up = torch.randn(weight.shape[0], RANK, generator=generator)
     down = torch.randn(RANK, weight.shape[1], generator=generator)
     update = up @ down
-    merged = weight.float() + update * (strength * weight.float().norm() / update.norm())
+    merged: torch.Tensor = weight.float() + update * (strength * weight.float().norm() / update.norm())
     return merged.to(weight.dtype)
 
 

@@ -48,6 +48,7 @@ class ParserTokenizer:
         library = Tokenizer.from_str(library_json)
         library.add_special_tokens([END])
         end_id = library.token_to_id(END)
+        assert end_id is not None
         parser = import_llguidance().LLTokenizer(
             library.to_str(), n_vocab=max(vocab_size, end_id + 1), eos_token=end_id
         )
