@@ -143,7 +143,6 @@ class TokenMasks:
     ) -> None:
         self._matchers, self._vocab_size, self._device, self._target_ids = matchers, vocab_size, device, target_ids
         self._is_open = [matcher is not None for matcher in matchers]  # False after a forbidden draft token
-        self._taken: list[Tensor] = []
         self._rows: list[Tensor] = []  # the mask of each row so far, [R, V] bool
         self._add_row([None if matcher is None else matcher.mask() for matcher in matchers])
 
@@ -158,13 +157,7 @@ class TokenMasks:
     def take(self, draft_ids: Tensor) -> None:
         """Put the choices [R] of the draft, ids of the draft, at the next position. Waits for the device."""
         ids = draft_ids if self._target_ids is None else self._target_ids[draft_ids]
-        self._taken.append(ids)
         self._add_row([self._mask_after(place, token) for place, token in enumerate(ids.tolist())])
-
-    @property
-    def token_ids(self) -> Tensor:
-        """The choices so far as ids of the target, [R, W - 1] int64."""
-        return torch.stack(self._taken, dim=1)
 
     def limit(self, logits: Tensor, rows: slice = slice(None)) -> Tensor:
         """Return the target's logits [R * W, V] with minus infinity for every token that a row's grammar forbids.
