@@ -179,6 +179,8 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
                 "docs/how-to/comparing.md",
                 "docs/how-to/prompts.md",
                 "docs/how-to/tuning.md",
+                "docs/how-to/structured-output.md",
+                "docs/how-to/other-targets.md",
                 "docs/explanation/shapes.md",
             )
         ),
@@ -213,6 +215,9 @@ def provide_files(document: str, home: Path) -> None:
         rows = [{"question": f"What is {n} plus {n}?", "answer": f"Add them. #### {n + n}"} for n in range(16)]
         (home / "made").mkdir()
         (home / "made" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif document == "docs/how-to/other-targets.md":
+        shutil.copy(ROOT / "dflash_cli" / "tiny" / "prompts.jsonl", home)
+        shutil.copytree(ROOT / "examples", home / "examples", ignore=shutil.ignore_patterns("benchmarks"))
     elif document == "docs/how-to/tuning.md":
         shutil.copy(ROOT / "examples" / "step_times" / "qwen3-8b-h200.json", home)
     elif document == "docs/explanation/shapes.md":

@@ -32,7 +32,7 @@ def test_what_is_imported_is_declared() -> None:
     extras = project["optional-dependencies"]
     needed = [
         *project["dependencies"],
-        *(item for name in ("big", "datasets", "gguf", "nixl", "plot", "ray") for item in extras[name]),
+        *(item for name in ("big", "datasets", "gguf", "grammar", "nixl", "plot", "ray") for item in extras[name]),
     ]
     declared = {Requirement(item).name.replace("-", "_") for item in needed}
     ours = {folder.rpartition("/")[2] for folder in PACKAGES}

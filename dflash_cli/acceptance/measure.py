@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
@@ -118,10 +119,15 @@ def measure(
 
 
 def _answer(session: Answering, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:
-    """Answer rows with the draft first, then rows without it, so that plain rows never share a step with drafting."""
-    drafted, plain = ([row for row in rows if row.is_plain is is_plain] for is_plain in (False, True))
-    yield from session.answer(drafted, params, chat=chat)
-    yield from session.answer(plain, replace(params, verify_width=1), chat=chat)
+    """Answer rows with the draft first, then rows without it, so that plain rows never share a step with drafting.
+
+    Rows with and without the grammar do not share a step either.
+    """
+    for is_plain, is_free in product((False, True), repeat=2):
+        own = replace(params, verify_width=1) if is_plain else params
+        own = replace(own, grammar=None) if is_free else own
+        members = [row for row in rows if row.is_plain is is_plain and row.is_free is is_free]
+        yield from session.answer(members, own, chat=chat)
 
 
 def _digest_rendered(answers: Sequence[Answer]) -> str:

@@ -1,8 +1,8 @@
 """Choose the rows that a pair answers, one for each prompt and condition."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_cli.acceptance.exact_match import parse_number
 from dflash_cli.generation.conditions import Condition
@@ -43,6 +43,9 @@ class SampleRequest(Protocol):
     @property
     def seed(self) -> int: ...
 
+    @property
+    def given_tools(self) -> Sequence[Mapping[str, Any]] | None: ...
+
 
 def choose_prompts(
     request: SampleRequest, pair: "OpenedPair", given: PromptSet | None, *, conditions: tuple[Condition, ...] = ()
@@ -60,6 +63,9 @@ def choose_prompts(
         seed=request.seed, is_default=given is None,
     )  # fmt: skip
     rows = choice.rows
+    if request.given_tools is not None:
+        rows = [row if row.tools is not None else replace(row, tools=request.given_tools) for row in rows]
+    _check_tools(rows, pair, chat=choice.chat)
     if any(item.is_plain for item in conditions) and all(parse_number(row.reference) is None for row in rows):
         raise UsageError(
             "--exact-match both: every prompt lacks a reference number",
@@ -151,6 +157,29 @@ def _num_cut(rows: Sequence[PromptRow], conditions: Sequence[Condition], pair: "
     if shortest is None:
         return 0
     return sum(count_tokens(row, pair.tokenizer, chat=chat) > shortest for row in rows)
+
+
+def _check_tools(rows: Sequence[PromptRow], pair: "OpenedPair", *, chat: bool) -> None:
+    """Refuse tools that do not change a prompt.
+
+    Raises:
+        UsageError: a row with tools is sent without a chat template, or the template ignores tools.
+    """
+    row = next((row for row in rows if row.tools is not None), None)
+    if row is None:
+        return
+    is_rendered = row.kind in ("messages", "turns") or (row.kind == "prompt" and chat)
+    if not is_rendered or pair.tokenizer is None or not pair.tokenizer.has_template:
+        raise UsageError(
+            f"{row.where}: tools need a chat template, and this prompt is sent without one",
+            id="tools-without-template", field="tools", hint="pass --chat if the target has a chat template",
+        )  # fmt: skip
+    prompts = [Conversation(item).next_prompt(pair.tokenizer, chat=chat) for item in (row, replace(row, tools=None))]
+    if prompts[0] == prompts[1]:
+        raise UsageError(
+            f"{row.where}: the target's chat template ignores tools", id="tools-ignored", field="tools",
+            hint="name a target that was trained to call tools, or leave out --tools",
+        )  # fmt: skip
 
 
 def _check_lengths(conditions: Sequence[Condition], pair: "OpenedPair") -> None:

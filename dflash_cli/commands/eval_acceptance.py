@@ -13,6 +13,7 @@ from dflash_cli.commands.lock import check_lock
 from dflash_cli.handoff.handoff_options import DisaggregationOptions
 from dflash_cli.terminal import console
 from dflash_cli.terminal.engine_options import ConcurrencyOptions, EngineOptions, TensorParallelOptions
+from dflash_cli.terminal.grammar_options import OF_GRAMMAR, GrammarOptions
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import (
     GateOptions,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 OF_THE_TEXT = (
     "prompts", "num_prompts", "target", "chat", "resume", "dataset", "thinking", "context_lengths",
     "chat_template_kwargs", "temperature", "draft_sampling", "verify_width", "calibration", "trace", "workers",
-    "disaggregated", "tensor_parallel",
+    "disaggregated", "tensor_parallel", "tools", "compare_without", *OF_GRAMMAR,
 )  # fmt: skip
 """The options that decide the text on which a draft is judged. With --mode replay, the dump has the text."""
 
@@ -54,6 +55,7 @@ class EvaluationRequest(
     TensorParallelOptions,
     EngineOptions,
     TreesOptions,
+    GrammarOptions,
     BlockOptions,
     LookupOptions,
     ResumableOptions,
@@ -67,6 +69,13 @@ class EvaluationRequest(
     of Python.
     """
 
+    compare_without: Annotated[
+        bool,
+        Option(
+            group=MEASURING, is_setting=False,
+            help="Also answer each prompt without the grammar, and print the paired difference of acceptance.",
+        ),
+    ] = False  # fmt: skip
     workers: Annotated[
         str | None,
         Option(is_per_run=True, 
@@ -115,6 +124,12 @@ class EvaluationRequest(
             refuse_beside(self, OF_THE_TEXT, "--mode replay, which judges the text of the dump")
         if self.disaggregated:
             refuse_beside(self, ("workers", "tensor_parallel"), "--disaggregated, which has two engines of its own")
+            refuse_beside(self, OF_GRAMMAR, "--disaggregated, where the second engine continues without a grammar")
+        if self.compare_without and not self.has_grammar:
+            raise UsageError(
+                "--compare-without needs a grammar to leave out", id="no-grammar", field="--compare-without",
+                hint="add --json-schema, --regex or --grammar",
+            )  # fmt: skip
         if self.workers is not None:
             refuse_beside(self, ("tensor_parallel",), "--workers, where each worker has one GPU")
 
@@ -214,9 +229,10 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         tensor_parallel_size=request.tensor_parallel,
     )
     from dflash_cli.generation.announcements import announce_loading
+    from dflash_cli.generation.conditions import with_and_without
     from dflash_cli.generation.prompt_sets import read_prompts
 
-    conditions = request.conditions
+    conditions = with_and_without(request.conditions) if request.compare_without else request.conditions
     if request.workers is not None:
         from dflash_cli.workers.ray_start import check_workers
 

@@ -11,6 +11,7 @@ import typer
 from dflash_cli.handoff.handoff_options import HandoffOptions
 from dflash_cli.terminal import console
 from dflash_cli.terminal.engine_options import ConcurrencyOptions, EngineOptions, TensorParallelOptions
+from dflash_cli.terminal.grammar_options import OF_GRAMMAR, GrammarOptions
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.options import (
     DRAFT_HELP,
@@ -66,6 +67,7 @@ class GenerationRequest(
     TensorParallelOptions,
     EngineOptions,
     TreeOptions,
+    GrammarOptions,
     DraftingOptions,
     PromptOptions,
     ForceOptions,
@@ -119,8 +121,11 @@ class GenerationRequest(
         super().check()
         if self.has_handoffs:
             refuse_beside(self, ("tensor_parallel",), "hand-offs, which have the KV of all heads")
+            refuse_beside(self, OF_GRAMMAR, "hand-offs, which another engine continues without a grammar")
         if self.trees and self.verify_width in ("auto", "budget"):
             refuse_beside(self, ("verify_width",), "--tree: step times are measured for blocks")
+        if self.has_grammar and self.verify_width in ("auto", "budget"):
+            refuse_beside(self, ("verify_width",), "a grammar, because its steps are not timed")
         if self.check_lossless and self.temperature > 0:
             raise UsageError(
                 field="--check-lossless", found=f"--temperature {self.temperature:g}",
@@ -201,7 +206,8 @@ def run(
     from dflash_runtime.device.settings import can_adapt
 
     handing = handing or _open_handing(request, named)
-    is_adaptive = request.verify_width == "auto" or (request.verify_width is None and can_adapt(config))
+    may_adapt = request.verify_width is None and not request.has_grammar and can_adapt(config)
+    is_adaptive = request.verify_width == "auto" or may_adapt
     config = replace(config, adaptive_width=is_adaptive, row_budget=request.verify_width == "budget")
     session = load_session(opened, config, threads=request.threads)
     conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
@@ -211,7 +217,7 @@ def run(
     session.warm_up(params, len(choice.rows))
     tally, seconds, is_interrupted = _answer(session, choice, params, handing, open_sinks)
     is_checked = request.check_lossless and not is_interrupted
-    lossless = session.llm.check_lossless(tally.outputs) if is_checked else None
+    lossless = session.llm.check_lossless(tally.outputs, params) if is_checked else None
     return Generation(
         session=session,
         tally=tally,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_cli.comparing.contrasts import Contrast, PositionContrast, Tested
 from dflash_cli.comparing.measured_result import MeasuredResult
-from dflash_cli.comparing.result_comparison import Comparison
+from dflash_cli.comparing.result_comparison import Comparison, shown_change
 from dflash_cli.terminal.shown import Table
 from dflash_runtime.documents import INLINE, NOT_REQUIRED
 from dflash_runtime.notices import Notice
@@ -145,9 +145,7 @@ def warning(comparison: Comparison) -> Notice | None:
     """Return a warning with the facts in which the two results differ, or None if all are equal."""
     if not comparison.unlike:
         return None
-    fields = ", ".join(
-        f"{name} {shorten(str(was), 24)} -> {shorten(str(now), 24)}" for name, (was, now) in comparison.unlike.items()
-    )
+    fields = ", ".join(f"{name} {shown_change(values)}" for name, values in comparison.unlike.items())
     text = f"{comparison.other.name} was measured under other conditions than {comparison.base.name}: {fields}"
     return Notice(text, id="measured-otherwise")
 

@@ -21,8 +21,9 @@ from dflash_cli.comparing.measured_result import MeasuredResult, read_result
 from dflash_cli.comparing.position_contrasts import contrast_positions
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import shorten
 
-NAMED_PROMPTS = 3
+NAMED_PROMPTS, SHOWN_VALUE = 3, 24
 NOT_MEASURED = frozenset(
     (
         "draft", "draft_digest", "draft_modified_ns", "target_modified_ns", "date", "argv", "num_prompts",
@@ -105,7 +106,7 @@ def check_comparable(comparisons: Iterable[Comparison], allowed: Sequence[str]) 
     for item in comparisons:
         differing = [name for name in item.unlike if name not in MACHINE and name not in allowed]
         if differing:
-            values = ", ".join(f"{name} {item.unlike[name][0]} -> {item.unlike[name][1]}" for name in differing)
+            values = ", ".join(f"{name} {shown_change(item.unlike[name])}" for name in differing)
             raise UsageError(
                 f"{item.other.name} and {item.base.name} cannot be judged by a gate: {values}",
                 id="incomparable-results",
@@ -230,6 +231,11 @@ def _by_key(conversations: Sequence[ConversationCounts]) -> dict[tuple[str, int]
 def _some(names: Sequence[str]) -> str:
     """Return the first names of a list, with an ellipsis if there are more."""
     return ", ".join(names[:NAMED_PROMPTS]) + (", ..." if len(names) > NAMED_PROMPTS else "")
+
+
+def shown_change(values: tuple[Any, Any]) -> str:
+    """`bfloat16 -> float32`, with long values cut."""
+    return " -> ".join(shorten(str(value), SHOWN_VALUE) for value in values)
 
 
 def _unlike(base: MeasuredResult, other: MeasuredResult, *, is_paired: bool) -> dict[str, tuple[Any, Any]]:

@@ -8,7 +8,7 @@ Sound matrices may look like noise. So noise is named only in a part without whi
 """
 
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from dflash_cli.diagnosis.weight_rewrites import Spot
@@ -23,7 +23,7 @@ def unexplained(findings: Sequence[Finding]) -> list[Finding]:
     for item in findings:
         explaining = [other for other in findings if other.fact in item.follows_from]
         explained = {place for other in explaining for place in (other.location, *other.also)}
-        kept += _at(item, lambda place, explained=explained: place not in explained)
+        kept += _at(item, [place for place in (item.location, *item.also) if place not in explained])
     return kept
 
 
@@ -31,7 +31,8 @@ def proven(findings: Sequence[Finding], harmful: Set[Spot]) -> list[Finding]:
     """The findings, those about noise at the tensors that harm. Findings without such a tensor go."""
     kept = []
     for item in findings:
-        kept += _at(item, lambda place: _harms(spot_of(place), harmful)) if item.fact == "noise" else [item]
+        places = (item.location, *item.also)
+        kept += _at(item, [at for at in places if item.fact != "noise" or _harms(spot_of(at), harmful)])
     return kept
 
 
@@ -50,7 +51,6 @@ def _harms(spot: Spot, harmful: Set[Spot]) -> bool:
     return any(at is None and name.partition(".")[0] == part.partition(".")[0] for name, at in harmful)
 
 
-def _at(finding: Finding, is_wanted: Callable[[str], bool]) -> list[Finding]:
-    """The finding at its wanted tensors; nothing without one."""
-    left = [place for place in (finding.location, *finding.also) if is_wanted(place)]
-    return [replace(finding, location=left[0], also=tuple(left[1:]))] if left else []
+def _at(finding: Finding, places: Sequence[str]) -> list[Finding]:
+    """The finding at these of its tensors; nothing without one."""
+    return [replace(finding, location=places[0], also=tuple(places[1:]))] if places else []

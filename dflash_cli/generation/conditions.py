@@ -1,12 +1,12 @@
 """Conditions under which one run answers every prompt: thinking on or off, context length, with or without draft."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from dflash_runtime.checkpoint.strict_json import loads
-from dflash_runtime.documents import HIDDEN, computed_key
+from dflash_runtime.documents import HIDDEN, OPTIONAL, computed_key
 from dflash_runtime.errors import UsageError
 
 THINKING_KEY = "enable_thinking"
@@ -27,6 +27,7 @@ class Condition:
 
     thinking: str | None = None
     context_len: Annotated[int | None, "number of tokens to which prompts were padded"] = None
+    grammar: Annotated[Literal["on", "off"] | None, OPTIONAL, "whether answers followed the run's grammar"] = None
     is_plain: Annotated[bool, HIDDEN] = False
     template_options: Annotated[Mapping[str, Any], HIDDEN] = field(default_factory=dict)
 
@@ -37,6 +38,7 @@ class Condition:
         parts = [
             f"thinking {self.thinking}" if self.thinking is not None else None,
             _short(self.context_len) if self.context_len is not None else None,
+            {"on": "grammar", "off": "no grammar"}.get(self.grammar or ""),
             "no draft" if self.is_plain else None,
         ]
         return ", ".join(part for part in parts if part)
@@ -76,6 +78,12 @@ def make_conditions(
             (False, True) if with_plain else (False,), context_lens or (None,), thinking or (None,)
         )
     )
+
+
+def with_and_without(conditions: Sequence[Condition]) -> tuple[Condition, ...]:
+    """Return every condition with the run's grammar, and then without it."""
+    each = conditions or (Condition(),)
+    return tuple(replace(item, grammar=word) for word in ("on", "off") for item in each)
 
 
 def _thinking_key(template_options: str | None) -> str:

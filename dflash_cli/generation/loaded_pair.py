@@ -128,8 +128,7 @@ class OpenedPair:
             **self.overrides.settings,
             "chat": chat,
             "chat_template_kwargs": self.template_options,
-            **asdict(params),
-            "stop_token_ids": list(params.stop_token_ids),
+            **params.settings,
             **{name: release_of(name) for name in ("torch", "transformers")},
             "dflash": __version__,
         }
@@ -217,8 +216,15 @@ class PairSession(OpenedPair):
         check_params(params, num_draft_tokens=self.num_draft_tokens, vocab_size=self.target.facts.vocab_size)
 
     def warm_up(self, params: SamplingParams, num_prompts: int) -> None:
-        """Prepare the device for this many prompts with these parameters, with a progress bar on a terminal."""
-        if not self.llm.pair.has_graphs:
+        """Prepare the device for this many prompts with these parameters, with a progress bar on a terminal.
+
+        Steps with a grammar are not captured, so only a note is printed for them.
+        """
+        pair = self.llm.pair
+        if params.grammar is not None and (pair.has_graphs or pair.config.is_async):
+            text = "answers follow a grammar, so each step waits for the step before and runs without CUDA graphs"
+            console.note(Notice(text, id="grammar-steps"))
+        if params.grammar is not None or not pair.has_graphs:
             return
         num_told = len(self.llm.warnings)
         with console.progress() as display:
@@ -309,6 +315,8 @@ def open_pair(
     if params is not None:
         check_params(params, num_draft_tokens=num_draft_tokens, vocab_size=facts.vocab_size)
     tokenizer = find_tokenizer(target_source.checkpoint.path, template_options)
+    if params is not None and params.grammar is not None:
+        params.grammar.compiled()
     return OpenedPair(
         target=target_source,
         draft=draft_checkpoint,

@@ -7,7 +7,7 @@ A row has exactly one of these keys:
     turns              user messages. Each is answered before the next is asked
     prompt_token_ids   token ids, which need no tokenizer
 
-A row may also have `id`, `category` and, to score its answer, `reference`.
+A row may also have `id`, `category`, `tools` for the chat template and, to score its answer, `reference`.
 """
 
 import json
@@ -23,7 +23,7 @@ from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
-from dflash_runtime.documents import HIDDEN
+from dflash_runtime.documents import HIDDEN, OPTIONAL
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
 from dflash_runtime.json_values import is_int
 from dflash_runtime.phrases import shorten
@@ -52,6 +52,7 @@ class PromptRow:
     reference: str | None = None
     condition: Condition | None = None
     prompt_index: int = -1
+    tools: Annotated[Sequence[Mapping[str, Any]] | None, OPTIONAL] = None
 
     def __post_init__(self) -> None:
         if self.prompt_index < 0:
@@ -67,6 +68,11 @@ class PromptRow:
         return self.condition is not None and self.condition.is_plain
 
     @property
+    def is_free(self) -> bool:
+        """Whether the answer to this row does not follow the run's grammar."""
+        return self.condition is not None and self.condition.grammar == "off"
+
+    @property
     def condition_name(self) -> str | None:
         """The name of the row's condition; None without conditions."""
         return self.condition.name if self.condition is not None else None
@@ -74,7 +80,8 @@ class PromptRow:
     @property
     def digest(self) -> str:
         """Hash of the prompt and its condition. A resumed run finds stored answers by it."""
-        under = [] if self.condition is None else [self.condition.name]
+        under: list[Any] = [] if self.condition is None else [self.condition.name]
+        under += [] if self.tools is None else [self.tools]
         text = json.dumps([self.kind, self.value, *under], ensure_ascii=False, sort_keys=True)
         return digest_text(text)
 
@@ -121,7 +128,9 @@ class Conversation:
             self.messages = list(value)
         else:
             self.messages.append({"role": "user", "content": value[self.turn] if kind == "turns" else value})
-        options = self.row.condition.template_options if self.row.condition is not None else None
+        options = {} if self.row.condition is None else dict(self.row.condition.template_options)
+        if self.row.tools is not None:
+            options["tools"] = list(self.row.tools)
         return tokenizer.render(self.messages, where=self.row.where, options=options)
 
     def fail(self) -> None:
@@ -252,7 +261,22 @@ def make_row(row: Mapping[str, Any], where: str, index: int) -> PromptRow:
         category=str(category) if category is not None else None,
         where=where,
         reference=str(row["reference"]) if isinstance(row.get("reference"), str | int | float) else None,
+        tools=_tools_of(row, where),
     )
+
+
+def _tools_of(row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]] | None:
+    """Return the tools of a row, or None.
+
+    Raises:
+        RequestError: they are not a list of objects.
+    """
+    tools = row.get("tools")
+    if tools is None or (isinstance(tools, list) and tools and all(isinstance(item, dict) for item in tools)):
+        return tools
+    expected = "a list of one or more objects"
+    text = f"tools: found {_brief(tools)}, expected {expected}"
+    raise RequestError(text, path=where, field="tools", found=tools, expected=expected)
 
 
 def _problem(kind: str, value: Any) -> str | None:

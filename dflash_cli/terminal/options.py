@@ -190,6 +190,11 @@ class PromptOptions(Request):
         """`chat_template_kwargs` as JSON text."""
         return None if self.chat_template_kwargs is None else json.dumps(dict(self.chat_template_kwargs))
 
+    @property
+    def given_tools(self) -> Sequence[Mapping[str, Any]] | None:
+        """The tools for the chat template, or None."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Request):

@@ -7,6 +7,7 @@ from dflash_cli.terminal.options import refuse_beside, values_of
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, SAMPLING, Option, Request
 
 if TYPE_CHECKING:
+    from dflash_runtime.scheduling.grammar import Grammar
     from dflash_runtime.scheduling.request import SamplingParams
 
 
@@ -87,7 +88,14 @@ class SamplingOptions(SeedOptions):
         from dflash_runtime.scheduling.request import SamplingParams
 
         given = values_of(self, SamplingOptions)
-        return SamplingParams(max_new_tokens=max_new_tokens, verify_width=self.verified_rows, **given)
+        return SamplingParams(
+            max_new_tokens=max_new_tokens, verify_width=self.verified_rows, grammar=self.answer_grammar, **given
+        )
+
+    @property
+    def answer_grammar(self) -> "Grammar | None":
+        """The grammar that answers follow, or None."""
+        return None
 
     @property
     def verified_rows(self) -> int | None:

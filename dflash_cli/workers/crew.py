@@ -111,7 +111,7 @@ class Crew:
             for role, identity in self._pair.identities.items()
             for key in ("digest", "modified_ns")
         }
-        asked = {"chat": chat, **asdict(params), "stop_token_ids": list(params.stop_token_ids)}
+        asked = {"chat": chat, **params.settings}
         return {**self._first.settings, **own, **asked}
 
     def describe(self) -> PairRun:

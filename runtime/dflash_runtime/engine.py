@@ -220,11 +220,15 @@ class Engine:
     def _is_due(self) -> bool:
         """Whether to wait for the oldest results: enough steps are queued, or a long step follows the oldest one.
 
+        While a request with a grammar runs, no step is queued before the results of the last one are read.
+
         The long step keeps the device busy, so the host can commit tokens before it ends. A request that has ended then
         runs in one more step instead of two.
         """
         queue = self._in_flight
-        return len(queue) > self.max_in_flight or (len(queue) > 1 and queue[1].num_rows >= LONG_ROWS)
+        grammars = self.runner.grammars
+        limit = 0 if grammars.is_used and grammars.are_of(self.scheduler.live) else self.max_in_flight
+        return len(queue) > limit or (len(queue) > 1 and queue[1].num_rows >= LONG_ROWS)
 
     def _commit_oldest(self) -> None:
         """Wait for the results of the oldest step in flight, if there is one, and commit its tokens."""

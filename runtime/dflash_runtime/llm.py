@@ -258,10 +258,13 @@ class LLM:
         finally:
             self._end(call)
 
-    def check_lossless(self, outputs: Sequence[RequestOutput]) -> Lossless:
-        """Compare greedy outputs with plain decoding, token by token; see `lossless`."""
+    def check_lossless(self, outputs: Sequence[RequestOutput], params: SamplingParams | None = None) -> Lossless:
+        """Compare greedy outputs with plain decoding, token by token; see `lossless`.
+
+        `params` are needed if the outputs follow a grammar.
+        """
         self._tell(Regrets(tuple(Text(item.prompt_token_ids, item.token_ids) for item in outputs)))
-        return check_lossless(self.engine.runner, outputs, self.dtype)
+        return check_lossless(self.engine.runner, outputs, self.dtype, params)
 
     def close(self) -> None:
         """Drop every request. A call that has not ended ends in a UsageError. The LLM can be used again.
@@ -353,10 +356,33 @@ class LLM:
                 token_ids = check_ids(prompt)
                 request = Request(index=index, prompt_token_ids=token_ids, params=item)
                 self.engine.scheduler.check(request)
+                self._check_grammar(request.params, handoffs)
                 requests.append(request if handoffs is None else handoffs.apply(request))
             except DFlashError as error:
                 refused.append(RequestOutput.refuse(index, token_ids, error, self._decode))
         return requests, refused
+
+    def _check_grammar(self, params: SamplingParams, handoffs: HandoffPlan | None) -> None:
+        """Compile the grammar of a request, if it has one.
+
+        Raises:
+            UnsupportedError: the pair or the call has what excludes a grammar, or see `Grammars.prepare`.
+            RequestError: see `Grammars.prepare`.
+        """
+        if params.grammar is None:
+            return
+        excluded = {
+            "hand-offs": handoffs is not None and handoffs.store is None,
+            OPTION: self.pair.placement.ranks.size > 1,
+            "--tree": self.pair.limits.num_tree_nodes > 0,
+            "--drafting": self.pair.config.is_lookup,
+            "a row budget": self.pair.config.row_budget,
+        }
+        if what := next((name for name, is_used in excluded.items() if is_used), None):
+            raise UnsupportedError(
+                f"a grammar does not go with {what}", id="grammar-excluded", field="grammar", hint=f"leave out {what}"
+            )
+        self.engine.runner.grammars.prepare(params)
 
     @property
     def _stop_token_ids(self) -> Sequence[int]:

@@ -14,7 +14,7 @@ import torch
 
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.documents import HIDDEN, computed_key
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 
 TOLERANCE_NATS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2}
 """The largest regret that rounding explains, by the dtype of the run."""
@@ -48,13 +48,15 @@ class Lossless:
         )
 
 
-def check_lossless(runner: Runner, outputs: Sequence[RequestOutput], dtype: torch.dtype) -> Lossless:
-    """Compute the regret of every token of greedy outputs -> the verdict."""
+def check_lossless(
+    runner: Runner, outputs: Sequence[RequestOutput], dtype: torch.dtype, params: SamplingParams | None = None
+) -> Lossless:
+    """Compute the regret of every token of greedy outputs, under the grammar of `params` -> the verdict."""
     tolerance = TOLERANCE_NATS[dtype]
     num_ties = num_wrong = num_tokens = 0
     largest, worst = 0.0, ""
     for output in outputs:
-        regrets = runner.regrets(output.prompt_token_ids, output.token_ids)
+        regrets = runner.regrets(output.prompt_token_ids, output.token_ids, params)
         num_tokens += len(regrets)
         num_ties += sum(0 < regret <= tolerance for regret in regrets)
         num_wrong += sum(regret > tolerance for regret in regrets)

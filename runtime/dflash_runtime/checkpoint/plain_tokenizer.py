@@ -66,6 +66,11 @@ class PlainTokenizer:
     chat_template: Any
 
     @property
+    def library_json(self) -> str:
+        """The tokenizer as the tokenizers library writes it."""
+        return str(self._library.to_str())
+
+    @property
     def eos_token_id(self) -> int | None:
         """The id that ends a text, if the settings name one."""
         text = self.special_tokens.get("eos_token")

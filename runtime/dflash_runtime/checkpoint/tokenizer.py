@@ -13,7 +13,7 @@ from dflash_runtime.checkpoint.hf_config import read_token_ids
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
 from dflash_runtime.checkpoint.strict_json import regular_size, too_large_json
-from dflash_runtime.errors import CheckpointError, RequestError
+from dflash_runtime.errors import CheckpointError, RequestError, UnsupportedError
 
 RENDER_S, RENDER_BYTES = 10.0, 1 << 30
 """Limits of the time and the memory in which a chat template makes the text of a conversation."""
@@ -72,6 +72,23 @@ class Tokenizer:
         with self._naming_failure("used"):
             value = tokenizer.eos_token_id
             return int(value) if value is not None else None
+
+    @property
+    def library_json(self) -> str:
+        """The tokenizer as the tokenizers library writes it.
+
+        Raises:
+            UnsupportedError: transformers reads it without that library.
+        """
+        if self._plain is not None:
+            return self._plain.library_json
+        library = getattr(self._hosted, "backend_tokenizer", None)
+        if library is None:
+            raise UnsupportedError(
+                "the target's tokenizer is not one of the tokenizers library", id="tokenizer-not-fast", path=self._path,
+                hint="name a target directory with tokenizer.json",
+            )  # fmt: skip
+        return str(library.to_str())
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds by default.

@@ -12,17 +12,19 @@ from dflash_kernels.step_rows import StepRows
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.shared_rows import GivenRows
 from dflash_runtime.device.trees import VerifiedTree
+from dflash_runtime.drafts.token_masks import TokenMasks
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of one forward, [R] each."""
+    """Sampling parameters of one forward, [R] each, and the masks of grammars if a request has one."""
 
     temperatures: Tensor
     top_ks: Tensor
     top_ps: Tensor
     seeds: Tensor
     mode: StepMode
+    masks: TokenMasks | None = None
 
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:
         """Temperatures, top-ks and top-ps, in the order of the kernels' arguments, with one value per request."""

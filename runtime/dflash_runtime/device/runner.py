@@ -36,6 +36,7 @@ from dflash_kernels.uniform import DRAFT
 from dflash_runtime.device.acceptance_model import OnlineAcceptance, features_of, largest_probabilities
 from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
+from dflash_runtime.device.grammars import Grammars
 from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.kv_pages import PagePorter
@@ -49,7 +50,8 @@ from dflash_runtime.device.shared_rows import GivenRows, SharedAttention, give_r
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
 from dflash_runtime.device.trees import TreeShape, VerifiedTree
-from dflash_runtime.drafts.draft import Draws, WalkingDraft, draft_places
+from dflash_runtime.drafts.draft import Drawn, Draws, WalkingDraft, draft_places
+from dflash_runtime.drafts.token_masks import TokenMasks
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
 from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.own_cache import OwnCacheTarget
@@ -57,7 +59,7 @@ from dflash_runtime.models.placement import as_current
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.limits import rows_to_ridge
-from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.scheduling.text_index import padded
 
 REGRET_ROWS = 256
@@ -112,6 +114,9 @@ class Runner:
             page_size=page_size,
             mask_id=self.draft.config.mask_token_id if self.draft else 0,
         )
+        self.grammars = Grammars(
+            pair.tokenizer, self.target.config.vocab_size, self.device, self.draft.target_ids if self.draft else None
+        )
         self._taps = self.draft.config.target_layer_ids if self.draft else ()
         self._looked_up, self.acceptance = _no_drafts(pair), _first_acceptance(pair)
         self.graphs: DecodeGraphs | None = None
@@ -143,11 +148,11 @@ class Runner:
             if prompts and batch.decode and self.texts is None:
                 results, context = self._decode_and_prefill(batch, prompts)
             else:
-                if batch.decode and self.graphs is not None:
+                if batch.decode and self.graphs is not None and not self.grammars.are_in(batch):
                     results += self._replay(self.graphs, batch, room)
                 elif batch.decode:
-                    rows = self._upload.ints(_rows(batch))
-                    results.append((batch.decode, self._decode(rows, _mode_of(batch), batch.longest)[0]))
+                    rows, mode = self._upload.ints(_rows(batch)), _mode_of(batch)
+                    results.append((batch.decode, self._decode(rows, mode, batch.longest, batch.decode)[0]))
                 if prompts is not None:
                     first, context = self._prefill(prompts)
                     results.append((prompts.fresh, first))
@@ -179,6 +184,8 @@ class Runner:
         """The room for this batch's chunks in a captured decode step. None if they do not fit in one."""
         if self.graphs is None or not batch.decode or not batch.chunks or batch.verify_width > 1:
             return None
+        if self.grammars.are_in(batch):
+            return None
         num_rows = rows_to_ridge(len(batch.decode))
         room = self._room(num_rows) if num_rows else None
         return room if room is not None and room.holds(batch.chunks) else None
@@ -202,13 +209,15 @@ class Runner:
         packed, first = graphs.replay(_rows(batch), mode)
         return [(batch.decode, packed), (fresh, first[: len(fresh)] if fresh else None)]
 
-    def _decode(self, rows: Tensor, mode: StepMode, longest: int | None = None) -> tuple[Tensor, ...]:
+    def _decode(
+        self, rows: Tensor, mode: StepMode, longest: int | None = None, requests: Sequence[Request] = ()
+    ) -> tuple[Tensor, ...]:
         """Run one decode step of state rows [R] -> packed results, and packed results of prompts if `mode` has room.
 
         CUDA graphs capture this function. `longest` is an upper bound on the true KV lengths of the requests. Without
-        it, the launches depend only on shapes and the mode.
+        it, the launches depend only on shapes and the mode. `requests` are needed if one of them has a grammar.
         """
-        blocks = self._draft_blocks(rows, mode, longest)
+        blocks = self._draft_blocks(rows, mode, longest, requests)
         if mode.num_prompt_rows:
             prompts = self._room(mode.num_prompt_rows).prompts(mode)
             packed, first, context = self._run_joined(blocks, prompts, self.target, self._prompt_stream)
@@ -231,7 +240,7 @@ class Runner:
         rows = _rows(batch)
         # Padded to a number of rows that is captured at start, so its kernels are compiled already.
         padded = self._upload.ints(self.graphs.padded(rows) if self.graphs is not None else rows)
-        blocks = self._draft_blocks(padded, _mode_of(batch), batch.longest)
+        blocks = self._draft_blocks(padded, _mode_of(batch), batch.longest, batch.decode)
         packed, first, context = self._run_joined(blocks, prompts, self.pieces or self.target)
         return [(batch.decode, packed[: len(rows)]), (prompts.fresh, first)], context
 
@@ -284,7 +293,7 @@ class Runner:
         if hidden is None or not prompts.num_fresh:
             return rows, rows.bool()
         positions = prompts.positions[prompts.last_rows]
-        sampling = self._sampling(rows, prompts.mode)
+        sampling = self._sampling(rows, prompts.mode, prompts.fresh)
         none_accepted = torch.zeros_like(rows)
         chosen, _, is_finite = self._choose(hidden, positions[:, None], sampling, Proposal.empty(rows), none_accepted)
         return chosen[:, 0], is_finite[:, 0]
@@ -312,8 +321,10 @@ class Runner:
             self.state.seeds[row : row + 1].fill_(request.seed)  # assigning to one element would wait for the device
 
     @torch.inference_mode()
-    def regrets(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[float]:
-        """For each output token, how many nats more likely the target's best choice is.
+    def regrets(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams | None = None
+    ) -> list[float]:
+        """For each output token, how many nats more likely the target's best choice is, by the grammar of `params`.
 
         Runs one forward over the text. Uses no pages, does not change the state, and waits for the device.
         """
@@ -324,18 +335,21 @@ class Runner:
             memory = recall_alone(config.recurrence, len(positions), placement)
             attend = PagedAttention.of_text(self.kernels, self.target_kv, len(positions), config.windows, memory)
             hidden, _ = self.target(text[:-1], positions, attend, ())
-            rows = hidden[len(prompt_ids) - 1 :].split(REGRET_ROWS)
-            said = text[len(prompt_ids) :].split(REGRET_ROWS)
-            parts = [self._regrets_of(*part).tolist() for part in zip(rows, said, strict=True)]
-            return [float(value) for part in parts for value in part]
+            rows, said = hidden[len(prompt_ids) - 1 :], text[len(prompt_ids) :]
+            masks = self.grammars.masks_along(params, output_ids) if params is not None and params.grammar else None
+            parts = [slice(start, start + REGRET_ROWS) for start in range(0, len(said), REGRET_ROWS)]
+            found = [self._regrets_of(rows[part], said[part], masks, part).tolist() for part in parts]
+            return [float(value) for part in found for value in part]
 
-    def _regrets_of(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+    def _regrets_of(self, hidden: Tensor, token_ids: Tensor, masks: TokenMasks | None, part: slice) -> Tensor:
         """The regrets [T] of tokens [T], from the hidden states [T, hidden] of the rows before them."""
         logits = self.target.head(hidden)
+        if masks is not None:
+            logits = masks.limit(logits, part)
         log_probs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
         return log_probs.max(-1).values - log_probs.gather(-1, token_ids[:, None])[:, 0]
 
-    def _draft_blocks(self, rows: Tensor, mode: StepMode, longest: int | None) -> Blocks:
+    def _draft_blocks(self, rows: Tensor, mode: StepMode, longest: int | None, requests: Sequence[Request]) -> Blocks:
         """Draft for state rows [R] -> the blocks that the target verifies."""
         width = mode.verify_width
         if self.tree_shape is not None and width > 1:
@@ -345,7 +359,7 @@ class Runner:
         # depends on the number of rows after it.
         step = self.kernels.open_step(self.state.row_state, rows, block, width, self._bounds)
         page_table = self._page_table(rows, None if longest is None else longest + width)
-        sampling = self._sampling(rows, mode)
+        sampling = self._sampling(rows, mode, requests)
         proposal = self._propose(rows, step, page_table, sampling) if width > 1 else Proposal.empty(rows)
         # A draft may leave a position empty with a negative id, which is never accepted. The embedding lacks rows for
         # negative ids, so the target reads id 0.
@@ -420,24 +434,36 @@ class Runner:
         assert self.draft is not None
         num_drafts = sampling.mode.verify_width - 1
         attend = self._attend_draft(step, page_table)
-        is_greedy = sampling.mode.is_greedy or not self.samples_drafts
+        drafted = step.positions[:, 1 : 1 + num_drafts]
         if self._walks:
-            drafted = step.positions[:, 1 : 1 + num_drafts]
-            draws = None if is_greedy else Draws(sampling.temperatures, sampling.seeds, drafted)
+            draws = Draws(sampling.temperatures, sampling.seeds, drafted) if self._draws(sampling) else None
             assert isinstance(self.draft, WalkingDraft)
-            walked = self.draft.propose(step.block_ids, step.positions, attend, num_drafts, draws)
+            walked = self.draft.propose(step.block_ids, step.positions, attend, num_drafts, draws, sampling.masks)
             confidences = self._confidences(walked.logits) if walked.confidences is None else walked.confidences
             return Proposal(self._to_target(walked.token_ids), walked.distribution, confidences)
         logits = self.draft.logits(step.block_ids, step.positions, attend, num_drafts)
+        if sampling.masks is not None:
+            for place in range(num_drafts):
+                logits[:, place] = sampling.masks.allow(logits[:, place])
+                one = slice(place, place + 1)
+                sampling.masks.take(self._draw(logits[:, one], drafted[:, one], sampling).token_ids[:, 0])
         confidences = self._confidences(logits)
-        if is_greedy:
-            best = self.kernels.argmax(logits.flatten(0, 1)).view(-1, num_drafts)
-            return Proposal(self._to_target(best), confidences=confidences)
+        drawn = self._draw(logits, drafted, sampling)
+        return Proposal(self._to_target(drawn.token_ids), drawn.distribution, confidences)
+
+    def _draws(self, sampling: Sampling) -> bool:
+        """Whether draft tokens are sampled, so that rejection needs their distributions."""
+        return self.samples_drafts and not sampling.mode.is_greedy
+
+    def _draw(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Drawn:
+        """Choose draft tokens from logits [R, K, V'] at positions [R, K]."""
+        if not self._draws(sampling):
+            return Drawn(self.kernels.argmax(logits.flatten(0, 1)).view(positions.shape))
         drawn = self.kernels.sample(
-            logits.flatten(0, 1), *sampling.filters(), sampling.seeds, step.positions[:, 1 : 1 + num_drafts].flatten(),
+            logits.flatten(0, 1), *sampling.filters(), sampling.seeds, positions.flatten(),
             has_filters=sampling.mode.has_filters, purpose=DRAFT,
         )  # fmt: skip
-        return Proposal(self._to_target(drawn.token_ids.view(-1, num_drafts)), drawn.distribution, confidences)
+        return Drawn(drawn.token_ids.view(positions.shape), drawn.distribution)
 
     def _confidences(self, logits: Tensor | None) -> Tensor | None:
         """The draft's largest probability at each position of logits [R, K, V'], if it is asked for."""
@@ -488,6 +514,8 @@ class Runner:
         The distributions belong to the rows of `hidden`.
         """
         logits, after = self.target.head(hidden), sampling.after(positions.flatten())
+        if sampling.masks is not None:
+            logits = sampling.masks.limit(logits)
         ways = {"is_greedy": sampling.mode.is_greedy, "has_filters": sampling.mode.has_filters}
         if given is None:
             return self.kernels.sample(logits, *sampling.filters(), sampling.seeds, after, **ways)
@@ -523,13 +551,14 @@ class Runner:
             return whole
         return whole[:, : -(-num_tokens // self.page_size)].contiguous()
 
-    def _sampling(self, rows: Tensor, mode: StepMode) -> Sampling:
+    def _sampling(self, rows: Tensor, mode: StepMode, requests: Sequence[Request]) -> Sampling:
         state = self.state
         # A greedy step reads none of these values, so any rows will do.
         chosen = slice(len(rows)) if mode.is_greedy else rows
         return Sampling(
-            state.temperatures[chosen], state.top_ks[chosen], state.top_ps[chosen], state.seeds[chosen], mode
-        )
+            state.temperatures[chosen], state.top_ks[chosen], state.top_ps[chosen], state.seeds[chosen], mode,
+            self.grammars.masks_of(requests, len(rows)) if self.grammars.is_used else None,
+        )  # fmt: skip
 
 
 def _no_drafts(pair: LoadedPair) -> Tensor | None:

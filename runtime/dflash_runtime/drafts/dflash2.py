@@ -8,18 +8,19 @@ Source: z-lab/dflash 0.1.0 model.py::DFlash2DraftModel.
 Axis letters: R requests, N block rows, K draft tokens, T flat rows, S taps, G groups, C candidates, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dflash_kernels.candidate_walk import Codebooks, WalkDraws
+from dflash_kernels.candidate_walk import Codebooks, Walk, WalkDraws
 from dflash_kernels.suite import Kernels
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.checkpoint.layout import CONVOLUTIONS, SELECTOR
 from dflash_runtime.config import DraftConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import DRAFTS, Drawn, Draws
+from dflash_runtime.drafts.token_masks import TokenMasks
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.layers import Attend, DecoderLayer, DecoderStack, Linear, RMSNorm
 from dflash_runtime.models.placement import Placement
@@ -136,19 +137,23 @@ class DFlash2Draft(DFlashDraft):
         return hidden.view(*block_ids.shape, -1)[:, 1 : 1 + num_drafts].flatten(0, 1)
 
     def propose(
-        self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int, draws: Draws | None
+        self,
+        block_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        num_drafts: int,
+        draws: Draws | None,
+        masks: TokenMasks | None = None,
     ) -> Drawn:
         """See `drafts.draft.WalkingDraft`. The filters of a request apply to the target only."""
         hidden = self._denoise(block_ids, positions, attend, num_drafts)
         logits = self._score(hidden).unflatten(0, (-1, num_drafts))
-        best, values = self._kernels.top_tokens(logits.flatten(0, 1), self._top_k)
-        candidates = best.view(*logits.shape[:2], -1)
-        how = None if draws is None else WalkDraws(draws.temperatures, draws.seeds, draws.positions)
         projected = self._projection.parts(hidden)
         anchors = block_ids[:, 0].contiguous()
-        walk = self._kernels.candidate_walk(
-            values.view_as(candidates), candidates, projected, self._codebooks, anchors, how
-        )
+        if masks is None:
+            candidates, walk = self._walk(logits, projected, anchors, draws)
+        else:
+            candidates, walk = self._walk_within(masks, logits, projected, anchors, draws)
         if draws is None:
             return Drawn(walk.token_ids, logits=logits)
         scores = torch.full(logits.shape, -torch.inf, dtype=walk.scores.dtype, device=logits.device)
@@ -172,6 +177,34 @@ class DFlash2Draft(DFlashDraft):
         reading = self._codebooks.predecessors[before] * self._projection(hidden).view(*before.shape[:2], 1, -1)
         pairs = reading @ self._codebooks.successors[candidates].transpose(2, 3)
         return candidates, values.view_as(candidates)[:, :, None] + pairs
+
+    def _walk(self, logits: Tensor, projected: Tensor, anchors: Tensor, draws: Draws | None) -> tuple[Tensor, Walk]:
+        """Walk over the best tokens of logits [R, K, V] after anchors [R] -> candidates [R, K, C], and the walk.
+
+        `projected` [P, R * K, E] are the parts of the positions' projected hidden states.
+        """
+        best, values = self._kernels.top_tokens(logits.flatten(0, 1), self._top_k)
+        candidates = best.view(*logits.shape[:2], -1)
+        how = None if draws is None else WalkDraws(draws.temperatures, draws.seeds, draws.positions)
+        values = values.view_as(candidates)
+        return candidates, self._kernels.candidate_walk(values, candidates, projected, self._codebooks, anchors, how)
+
+    def _walk_within(
+        self, masks: TokenMasks, logits: Tensor, projected: Tensor, anchors: Tensor, draws: Draws | None
+    ) -> tuple[Tensor, Walk]:
+        """See `_walk`. Each position is a walk of its own, because its mask follows from the choices before it."""
+        num_drafts = logits.shape[1]
+        candidates, walks = [], []
+        for place in range(num_drafts):
+            at = None if draws is None else replace(draws, positions=draws.positions[:, place : place + 1].contiguous())
+            allowed = masks.allow(logits[:, place])[:, None]
+            found, walk = self._walk(allowed, projected[:, place::num_drafts].contiguous(), anchors, at)
+            anchors = walk.token_ids[:, 0].contiguous()
+            masks.take(anchors)
+            candidates.append(found)
+            walks.append(walk)
+        joined = Walk(*(torch.cat(parts, dim=1) for parts in zip(*walks, strict=True)))
+        return torch.cat(candidates, dim=1), joined
 
     def logits_along(self, block_ids: Tensor, positions: Tensor, attend: Attend, text: Tensor) -> Tensor:
         """See `drafts.draft.WalkingDraft`."""

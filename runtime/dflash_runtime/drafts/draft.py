@@ -21,6 +21,7 @@ from dflash_runtime.checkpoint.fp8_format import fp8_matrices, refuse_packed_unl
 from dflash_runtime.checkpoint.layout import CONFIDENCE, HEAD, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftLike
 from dflash_runtime.config import DraftConfig
+from dflash_runtime.drafts.token_masks import TokenMasks
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.layers import Attend, PagedKV
 from dflash_runtime.models.placement import Placement
@@ -86,9 +87,18 @@ class WalkingDraft(Draft, Protocol):
     """A draft that chooses its tokens itself, because later tokens of a block depend on earlier ones."""
 
     def propose(
-        self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int, draws: Draws | None
+        self,
+        block_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        num_drafts: int,
+        draws: Draws | None,
+        masks: TokenMasks | None = None,
     ) -> Drawn:
-        """Choose the first `num_drafts` tokens of blocks [R, N]: the best ones, or with `draws` at temperatures."""
+        """Choose the first `num_drafts` tokens of blocks [R, N]: the best ones, or with `draws` at temperatures.
+
+        With `masks` each choice is among the tokens that they allow, and `masks.take` receives it.
+        """
         ...
 
     def logits_along(self, block_ids: Tensor, positions: Tensor, attend: Attend, text: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from dflash_runtime.config import DraftConfig
 from dflash_runtime.drafts.confidence import ConfidenceHead
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import DRAFTS, Drawn, Draws
+from dflash_runtime.drafts.token_masks import TokenMasks
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import TargetEnds
@@ -91,11 +92,17 @@ class DSparkDraft(DFlashDraft):
         return hidden.view(*block_ids.shape, -1)
 
     def propose(
-        self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int, draws: Draws | None
+        self,
+        block_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        num_drafts: int,
+        draws: Draws | None,
+        masks: TokenMasks | None = None,
     ) -> Drawn:
         """See `drafts.draft.WalkingDraft`. As in vLLM 0.33.0, the filters of a request apply to the target only."""
         anchors, hidden = self._read_block(block_ids, positions, attend, num_drafts)
-        drawn = self._draw(block_ids, anchors, hidden, num_drafts, draws)
+        drawn = self._draw(block_ids, anchors, hidden, num_drafts, draws, masks)
         if self._confidence is None:
             return drawn
         before = torch.cat((block_ids[:, :1], self._to_target(drawn.token_ids[:, :-1])), 1)
@@ -125,15 +132,21 @@ class DSparkDraft(DFlashDraft):
         return None, self._denoise(block_ids, positions, attend, num_drafts)
 
     def _draw(
-        self, block_ids: Tensor, anchors: Tensor | None, hidden: Tensor, num_drafts: int, draws: Draws | None
+        self,
+        block_ids: Tensor,
+        anchors: Tensor | None,
+        hidden: Tensor,
+        num_drafts: int,
+        draws: Draws | None,
+        masks: TokenMasks | None,
     ) -> Drawn:
         """Choose the tokens of blocks [R, N] from the hidden states of `_read_block`."""
         logits = self._score(hidden).view(len(block_ids), num_drafts, -1)
-        if self._markov is not None and self._markov.inner is None and draws is None:
+        if self._markov is not None and self._markov.inner is None and draws is None and masks is None:
             return Drawn(self._best(self._markov, logits, block_ids[:, 0].contiguous()), logits=logits)
-        if self._markov is not None:
+        if self._markov is not None and masks is None:
             logits = self._limit(logits)
-        return self._walk(logits, hidden.view(len(block_ids), num_drafts, -1), block_ids[:, 0], anchors, draws)
+        return self._walk(logits, hidden.view(len(block_ids), num_drafts, -1), block_ids[:, 0], anchors, draws, masks)
 
     def _best(self, markov: MarkovHead, logits: Tensor, anchors: Tensor) -> Tensor:
         """Choose the best tokens from left to right with a bias that reads only the token before: [R, K]."""
@@ -162,7 +175,13 @@ class DSparkDraft(DFlashDraft):
         return torch.full_like(logits, -torch.inf).flatten(0, 1).scatter_(-1, best, values).view_as(logits)
 
     def _walk(
-        self, logits: Tensor, hidden: Tensor, tokens: Tensor, anchors: Tensor | None, draws: Draws | None
+        self,
+        logits: Tensor,
+        hidden: Tensor,
+        tokens: Tensor,
+        anchors: Tensor | None,
+        draws: Draws | None,
+        masks: TokenMasks | None,
     ) -> Drawn:
         """Choose tokens from left to right: logits [R, K, V'], hidden states [R, K, H], anchor tokens [R].
 
@@ -172,6 +191,9 @@ class DSparkDraft(DFlashDraft):
         state = None if self._markov is None else self._first_state(self._markov, hidden, tokens, anchors)
         drafted = []
         for position in range(logits.shape[1]):
+            if masks is not None:
+                allowed = masks.allow(logits[:, position])[:, None]
+                logits[:, position] = (allowed if self._markov is None else self._limit(allowed))[:, 0]
             scores = logits[:, position]
             if self._markov is not None and state is not None:
                 factors, state = self._markov.factors(tokens, hidden[:, position], state)
@@ -179,6 +201,8 @@ class DSparkDraft(DFlashDraft):
             chosen = self._choose(scores, draws, position)
             tokens = self._to_target(chosen)
             drafted.append(chosen)
+            if masks is not None:
+                masks.take(chosen)
         token_ids = torch.stack(drafted, 1)
         if draws is None:
             return Drawn(token_ids, logits=logits)

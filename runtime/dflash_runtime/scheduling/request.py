@@ -13,15 +13,17 @@ While steps are in flight the device is ahead of these lengths, by at most the t
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
 from operator import index as as_integer
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from dflash_kernels.temperature import MIN_TEMPERATURE
+from dflash_runtime.documents import OPTIONAL
 from dflash_runtime.errors import DFlashError, RequestError
 from dflash_runtime.phrases import shorten
+from dflash_runtime.scheduling.grammar import Grammar
 from dflash_runtime.scheduling.text_index import TextIndex
 
 Decode = Callable[[Sequence[int]], str]
@@ -55,6 +57,8 @@ class SamplingParams:
     stop_token_ids   each ends the request and stays its last token; `ignore_eos` makes them ordinary tokens
     verify_width     how many rows of each block are verified, including the anchor. The draft always drafts the whole
                      block, except with width 1, which is plain decoding.
+    grammar          the texts that the answer may have. It ends at a stop token, where the grammar allows an end. While
+                     a request with a grammar runs, no step begins before the results of the last one are read
 
     Raises:
         RequestError: a value has the wrong type or is out of range.
@@ -68,6 +72,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     verify_width: int | None = None
+    grammar: Annotated[Grammar | None, OPTIONAL] = None
 
     def __post_init__(self) -> None:
         self._check_integer("max_new_tokens", range(1, INT64.stop), "1 to 2**63 - 1")
@@ -134,6 +139,11 @@ class SamplingParams:
     def effective_stops(self) -> tuple[int, ...]:
         """The ids that end this request: empty with `ignore_eos`."""
         return () if self.ignore_eos else self.stop_token_ids
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The parameters as values of a JSON document."""
+        return {**asdict(self), "stop_token_ids": list(self.stop_token_ids)}
 
     def with_stops(self, token_ids: Iterable[int]) -> "SamplingParams":
         """The same parameters with these stop ids added."""
