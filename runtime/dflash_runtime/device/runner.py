@@ -395,7 +395,7 @@ class Runner:
         verified = VerifiedTree.of(tree, width - 1, slots)
         ids = torch.cat((step.block_ids[:, :1], tree.token_ids.clamp(min=0)), dim=1)
         positions = step.kv_lens[:, None] + verified.rows.depths
-        sampling = self._sampling(rows, mode)
+        sampling = self._sampling(rows, mode, ())
         return Blocks(
             rows, step, page_table, sampling, Proposal(tree.token_ids), ids.flatten(), positions, tree=verified
         )
