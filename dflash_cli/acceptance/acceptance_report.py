@@ -216,9 +216,14 @@ def provenance(evaluation: Evaluation) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def command_line(evaluation: Evaluation) -> str:
-    """Return the command of the evaluation."""
-    return shlex.join(["dflash", *evaluation.measured.argv[1:]])
+def command_line(evaluation: Evaluation, *, draft: str | None = None, target: str | None = None) -> str:
+    """Return the command of the evaluation, with the names under which the draft and the target are published."""
+    argv = list(evaluation.measured.argv[1:])
+    for name, flags in ((draft, ("eval-acceptance", "--draft", "-d")), (target, ("--target", "-t"))):
+        for place in range(1, len(argv)):
+            if name is not None and argv[place - 1] in flags and not argv[place].startswith("-"):
+                argv[place] = name
+    return shlex.join(["dflash", *argv])
 
 
 def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:
