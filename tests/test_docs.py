@@ -275,7 +275,7 @@ def without_numbers(text: str) -> str:
 
 
 def with_fewer_prompts(shown: Shown) -> str:
-    """The command with fewer prompts. A gate that the page shows as met gets a threshold that is met."""
+    """The command with fewer prompts or checks. A gate that the page shows as met gets a threshold that is met."""
     words = shlex.split(shown.line, comments=True)
     if "dump" in words:
         return f"{shown.line} -n 12"
@@ -288,6 +288,8 @@ def with_fewer_prompts(shown: Shown) -> str:
         return shown.line.replace("-n 32", "-n 12")
     if "diagnose" in words:
         return shown.line.partition(" #")[0].replace("--num-prompts 8", "--num-prompts 6 -n 16")
+    if "push" in words:
+        return f"{shown.line} --level headers"
     if "--level run" in shown.line:
         return f"{shown.line.partition(' #')[0]} --num-prompts 4"
     return shown.line

@@ -110,9 +110,7 @@ def _metric_args(summary: Summary) -> dict[str, Any]:
     return found
 
 
-def _block(
-    evaluation: Evaluation, name: str, target: str, serve_commands: Mapping[str, str], again: str
-) -> list[str]:
+def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mapping[str, str], again: str) -> list[str]:
     total, source = evaluation.total, evaluation.prompts
     lines = [
         "## Acceptance",
