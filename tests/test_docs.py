@@ -22,6 +22,8 @@ from dflash_cli.terminal import documentation
 from dflash_cli.terminal.command_line import COMMON, JSON, load_command
 from dflash_cli.terminal.requests import Verb, parameters_of
 from dflash_testing import checkpoints as support
+from dflash_testing import hub_server
+from dflash_testing.hub_uploads import WRITER
 from dflash_testing.paths import ROOT
 from dflash_testing.searches import shorten_search
 
@@ -194,10 +196,46 @@ def test_documents_run_when_pasted(
     if not is_whole:
         shorten_search(monkeypatch, "rope")
     provide_files(document, tmp_path)
+    run_page(document, tmp_path, is_whole=is_whole)
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the hub's library
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_release_is_checked_and_uploaded_as_its_page_says(
+    is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub then holds the draft's files, the card with the result's section, and the profile, in one commit."""
+    page, tiny, work = "docs/how-to/release.md", ROOT / "dflash_cli" / "tiny", tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    shutil.copy(tiny / "prompts.jsonl", work)
+    with hub_server.serving() as hub:
+        env = hub_server.environment(hub, tmp_path / "home") | {"HF_TOKEN": WRITER}
+        for repo, folder in {"draft-next": "draft", "draft": "draft-reduced", "target": "target"}.items():
+            hub.add(f"acme/{repo}", tiny / folder)
+        with hub_server.connected(env | {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}):
+            run_page(page, work, is_whole=is_whole)
+        stored, subjects = hub.repos["acme/draft"], hub.uploads.subjects
+    own = {item.name: item.read_bytes() for item in (tiny / "draft").iterdir()}
+    made = {name: stored[name] for name in stored.keys() - own.keys()}
+    assert stored == own | made
+    assert made.keys() == {"README.md", "speculation_profile.json"}
+    assert len(subjects) == 1
+    result = json.loads((work / "result.json").read_text())
+    length = f"{result['acceptance_len']:.3f}"
+    assert made["README.md"] == (work / "draft" / "README.md").read_bytes()
+    assert f"acceptance length {length} [" in made["README.md"].decode()
+    assert "dflash eval-acceptance acme/draft --target acme/target" in made["README.md"].decode()
+    profile = json.loads(made["speculation_profile.json"])
+    assert profile["mean_accept_length"] == pytest.approx(result["acceptance_len"], abs=1e-6)
+
+
+def run_page(document: str, home: Path, *, is_whole: bool) -> None:
+    """Run every command of a page in `home`, and compare exit codes and shown lines."""
     commands = console_commands((ROOT / document).read_text())
     assert len(commands) >= MIN_COMMANDS.get(document, 3)
     for shown in commands:
-        outcome = paste(shown.line if is_whole else with_fewer_prompts(shown), tmp_path)
+        outcome = paste(shown.line if is_whole else with_fewer_prompts(shown), home)
         assert outcome.code == shown.code, f"{shown.line}\n{outcome.err}"
         for line in shown.output:
             assert is_printed(line, outcome.out + outcome.err), f"{line}\n{outcome.out}{outcome.err}"
@@ -237,7 +275,7 @@ def without_numbers(text: str) -> str:
 
 
 def with_fewer_prompts(shown: Shown) -> str:
-    """The command with fewer prompts. A gate that the page shows as met gets a threshold that is met."""
+    """The command with fewer prompts or checks. A gate that the page shows as met gets a threshold that is met."""
     words = shlex.split(shown.line, comments=True)
     if "dump" in words:
         return f"{shown.line} -n 12"
@@ -250,6 +288,8 @@ def with_fewer_prompts(shown: Shown) -> str:
         return shown.line.replace("-n 32", "-n 12")
     if "diagnose" in words:
         return shown.line.partition(" #")[0].replace("--num-prompts 8", "--num-prompts 6 -n 16")
+    if "push" in words:
+        return f"{shown.line} --level headers"
     if "--level run" in shown.line:
         return f"{shown.line.partition(' #')[0]} --num-prompts 4"
     return shown.line
@@ -270,9 +310,10 @@ def paste(line: str, home: Path) -> support.Outcome:
     script.parent.mkdir(exist_ok=True)
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m dflash_cli "$@"\n')
     script.chmod(0o755)
+    folders = os.pathsep.join([str(script.parent), os.environ["PATH"], str(Path(sys.executable).parent)])
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", line],
-        env={**os.environ, **support.IMPORT_PATHS, "PATH": f"{script.parent}{os.pathsep}{os.environ['PATH']}"},
+        env={**os.environ, **support.IMPORT_PATHS, "PATH": folders},
         capture_output=True,
         text=True,
         check=False,

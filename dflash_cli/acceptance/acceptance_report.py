@@ -11,7 +11,7 @@ from dflash_cli.acceptance.calibration import Calibration, PredictedBlock
 from dflash_cli.acceptance.condition_results import ConditionResult
 from dflash_cli.acceptance.context_curve import ContextCurve
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
-from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
+from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes, lookup_of
 from dflash_cli.acceptance.disaggregated import TITLE, Disaggregation
 from dflash_cli.acceptance.draft_confidence import TITLE as CONFIDENCE_TITLE
 from dflash_cli.acceptance.draft_confidence import DraftConfidence
@@ -109,8 +109,6 @@ class Evaluation(Shown):
     @computed_key
     def shapes(self) -> list[CurveShape]:
         """Shapes of the acceptance curve that point to a fault of a draft model."""
-        if "drafting" in self.settings:
-            return []
         first = self.conditions[0].condition.name if self.conditions else None
         conversations = [item for item in self.conversations if item.condition == first]
         return find_shapes(self.base.counts, conversations, self.settings)
@@ -147,7 +145,7 @@ def headline(evaluation: Evaluation) -> str:
         parts.append(f"from trees of {num_nodes} drafted tokens")
     if evaluation.failed:
         parts.append(f"{evaluation.num_failed} of {evaluation.num_prompts} prompts not measured")
-    if (lookup := evaluation.settings.get("drafting")) is not None:
+    if (lookup := lookup_of(evaluation.settings)) is not None:
         parts.append(f"drafted by {lookup} without a draft model")
     if evaluation.prompts.is_named:
         parts.append(f"on {evaluation.prompts.name}")
@@ -218,9 +216,14 @@ def provenance(evaluation: Evaluation) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def command_line(evaluation: Evaluation) -> str:
-    """Return the command of the evaluation."""
-    return shlex.join(["dflash", *evaluation.measured.argv[1:]])
+def command_line(evaluation: Evaluation, *, draft: str | None = None, target: str | None = None) -> str:
+    """Return the command of the evaluation, with the names under which the draft and the target are published."""
+    argv = list(evaluation.measured.argv[1:])
+    for name, flags in ((draft, ("eval-acceptance", "--draft", "-d")), (target, ("--target", "-t"))):
+        for place in range(1, len(argv)):
+            if name is not None and argv[place - 1] in flags and not argv[place].startswith("-"):
+                argv[place] = name
+    return shlex.join(["dflash", *argv])
 
 
 def _flat(measured: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,14 +77,22 @@ def find_shapes(
     conversations: Sequence[ConversationCounts] = (),
     references: Mapping[str, Any] | None = None,
 ) -> list[CurveShape]:
-    """Return the shapes that the counts show: at most one by position, and decay with context.
+    """Return the shapes that the counts show: at most one by position, and decay with context. A lookup has none.
 
     `references` holds the names of draft and target for the commands.
     """
     names = references or {}
+    if lookup_of(names) is not None:
+        return []
     pair = " --target ".join(_word(names.get(name), name.upper()) for name in ("draft", "target"))
     by_position = _by_position(_rates(counts), pair) if counts is not None else None
     return [shape for shape in (by_position, _decay(conversations, pair)) if shape is not None]
+
+
+def lookup_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the lookup that drafted a run with these settings, or None if a draft model did."""
+    drafting = settings.get("drafting", "model")
+    return None if drafting == "model" else drafting
 
 
 def _word(reference: Any, otherwise: str) -> str:

@@ -1,6 +1,7 @@
 """`dflash push`: upload a checked draft to the hub, with its model card and its speculation profile."""
 
 import re
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,10 @@ def _plan(request: PushRequest) -> "PushPlan":
     from dflash_cli.publishing.push_plan import plan_push
 
     if is_hub_id(request.draft):
-        raise UsageError(field="DRAFT", found=request.draft, expected="a directory on this machine")
+        raise UsageError(
+            field="DRAFT", found=request.draft, expected="a directory on this machine",
+            hint=f"download it: {_download(request.draft)}",
+        )  # fmt: skip
     folder = fetch_directory(request.draft, Role.DRAFT)
     _check_draft(request)
     files = {item.name: item for item in choose_files(folder, include=request.include, exclude=request.exclude)}
@@ -166,6 +170,13 @@ def _plan(request: PushRequest) -> "PushPlan":
             is_pull_request=request.create_pr,
             prunes=request.prune,
         )
+
+
+def _download(reference: str) -> str:
+    """The command that downloads a draft from the hub into a folder of its name."""
+    repo, _, revision = reference.partition("@")
+    at = f" --revision {revision}" if revision else ""
+    return f"hf download {repo}{at} --local-dir {repo.rpartition('/')[2]}"
 
 
 def _check_draft(request: PushRequest) -> None:
@@ -190,12 +201,16 @@ def _check_draft(request: PushRequest) -> None:
     if request.force:
         console.warn(f"{text}; it is uploaded because of --force")
         return
-    target = f" --target {request.target}" if request.target else ""
     raise GateFailed(
         text, id="draft-fails", path=request.draft, found=[item.id for item in found],
-        hint=f"dflash validate {request.draft}{target} --level {request.level} says why; --force uploads it all the "
+        hint=f"dflash validate {_pair(request)} --level {request.level} says why; --force uploads it all the "
         "same",
     )  # fmt: skip
+
+
+def _pair(request: PushRequest) -> str:
+    """The draft and, if it is given, the target, as other commands take them."""
+    return shlex.join([request.draft, *(["--target", request.target] if request.target else [])])
 
 
 def _made_files(request: PushRequest, folder: Path) -> "list[LocalFile]":
@@ -242,5 +257,5 @@ def _check_result(request: PushRequest, stored: "StoredEvaluation", folder: Path
         return
     raise GateFailed(
         text, id="result-of-another-draft", path=request.result, found=measured.digest, expected=own,
-        hint=f"measure this draft: dflash eval-acceptance {request.draft} --json > result.json",
+        hint=f"measure this draft: dflash eval-acceptance {_pair(request)} --json > result.json",
     )  # fmt: skip

@@ -57,7 +57,7 @@ def make_card(
     `name` and `base_model` are the names of draft and target on the Hub, by default as measured. A target that was
     measured from a directory is left out of the metadata.
     """
-    evaluation = stored.evaluation
+    evaluation, published = stored.evaluation, name
     name = name or name_of(evaluation, "draft") or "draft"
     target = base_model or name_of(evaluation, "target") or "its target"
     data = ModelCardData(
@@ -68,7 +68,8 @@ def make_card(
         eval_results=_results(evaluation),
     )
     metadata = {key: value for key, value in data.to_dict().items() if value is not None}
-    return ModelCard(metadata, "\n".join(_block(evaluation, name, target, serve_commands)))
+    again = command_line(evaluation, draft=published, target=base_model)
+    return ModelCard(metadata, "\n".join(_block(evaluation, name, target, serve_commands, again)))
 
 
 def _hub_name(evaluation: Evaluation) -> str | None:
@@ -109,7 +110,7 @@ def _metric_args(summary: Summary) -> dict[str, Any]:
     return found
 
 
-def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mapping[str, str]) -> list[str]:
+def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mapping[str, str], again: str) -> list[str]:
     total, source = evaluation.total, evaluation.prompts
     lines = [
         "## Acceptance",
@@ -132,7 +133,7 @@ def _block(evaluation: Evaluation, name: str, target: str, serve_commands: Mappi
     lines += ["Measured with " + "; ".join(_conditions(evaluation)) + ".", ""]
     for engine, command in serve_commands.items():
         lines += [f"Serve it with {engine}:", "", *as_block(command), ""]
-    return [*lines, "Measure it again:", "", *as_block(command_line(evaluation)), ""]
+    return [*lines, "Measure it again:", "", *as_block(again), ""]
 
 
 def _interval_line(total: Summary) -> str:

@@ -94,7 +94,7 @@ def test_steps_of_the_first_prompts_are_shown() -> None:
 def test_one_definition_leads_and_says_what_it_counts(enough: Path) -> None:
     text = run("tiny", *ENOUGH, "--output", str(enough), "--resume").stdout
     headline, definition, legend = text.splitlines()[:3]
-    assert re.match(r"acceptance length [\d.]+ \[", headline)
+    assert re.fullmatch(r"acceptance length [\d.]+ \[[\d., ]+\], at most 8", headline)
     assert "vLLM" in definition
     assert legend.startswith("at most 8: 7 ")
     assert "95%" in legend

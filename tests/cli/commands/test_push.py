@@ -12,6 +12,7 @@ import pytest
 
 import dflash_cli
 from dflash_cli.checkpoints.checkpoint_identity import identify
+from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.errors import DFlashError
 from dflash_testing import checkpoints as support
@@ -108,6 +109,28 @@ def test_branches_and_pull_requests(push: Push, server: hub.LocalHub, folder: Pa
     assert set(changes(read(push("--dry-run", "--revision", "next", "--json"))).values()) == {"same"}
     refused = push("--yes", "--create-pr", "--revision", "absent")
     assert (refused.code, refused.error.id) == (4, "no-revision")  # type: ignore[union-attr]
+
+
+def test_a_draft_of_the_hub_is_refused_with_the_command_that_downloads_it(server: hub.LocalHub, tmp_path: Path) -> None:
+    env = hub.environment(server, tmp_path / "home")
+    for draft, command in {
+        "acme/d": "hf download acme/d --local-dir d",
+        "acme/d@v2": "hf download acme/d --revision v2 --local-dir d",
+    }.items():
+        refused = hub.refusal("push", draft, REPO, env=env)
+        assert refused["code"] == 2
+        assert command in refused["hint"]
+
+
+def test_the_hint_of_another_drafts_result_names_the_target(server: hub.LocalHub, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    write_evaluation(result, drawn_evaluation())
+    options = ("--level", "headers", "--result", result, "--target", "tiny", "--yes")
+    refused = hub.refusal(
+        "push", tiny_directory() / "draft", REPO, *options, env=hub.environment(server, tmp_path / "home")
+    )
+    assert (refused["code"], refused["id"]) == (3, "result-of-another-draft")
+    assert "--target tiny --json" in refused["hint"]
 
 
 def test_the_card_and_the_profile_come_from_the_result(push: Push, server: hub.LocalHub, folder: Path) -> None:

@@ -154,6 +154,22 @@ def test_the_document_of_an_insertion_names_kept_metadata() -> None:
     assert support.run_main("card", "r.json", "-o", "README.md").code == 2
 
 
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        (["draft", "--target", "there"], "org/d --target org/t"),
+        (["-t", "there", "-d", "draft", "--exact-match", "draft"], "-t org/t -d org/d --exact-match draft"),
+        (["--json"], "--json"),
+    ],
+)
+def test_the_command_of_a_card_names_the_published_pair(result: Path, typed: list[str], shown: str) -> None:
+    evaluation = drawn_evaluation()
+    measured = replace(evaluation.measured, argv=("dflash", "eval-acceptance", *typed))
+    write_evaluation(result, replace(evaluation, measured=measured))
+    text = made("--engine", "none", "--draft-name", "org/d", "--target-name", "org/t")
+    assert f"\ndflash eval-acceptance {shown}\n" in text
+
+
 def test_names_in_a_card_stay_text(result: Path) -> None:
     """Markdown, HTML and line breaks in names, prompts and commands cannot add lines, links or rows."""
     hostile = "a|b\n\n# Title\n<img src=x> [x](http://y) `c` *d*"

@@ -195,8 +195,9 @@ def environment(hub: LocalHub, home: Path) -> dict[str, str]:
     }
 
 
-def run(*args: object, env: Mapping[str, str]) -> support.Outcome:
-    """Run the command line in this process with this environment.
+@contextmanager
+def connected(env: Mapping[str, str]) -> Iterator[None]:
+    """Give this process and its children this environment.
 
     The hub library reads the environment when it is imported, so its constants are replaced too.
     """
@@ -216,6 +217,12 @@ def run(*args: object, env: Mapping[str, str]) -> support.Outcome:
             patch.setenv(name, value)
         for name, constant in values.items():
             patch.setattr(constants, name, constant)
+        yield
+
+
+def run(*args: object, env: Mapping[str, str]) -> support.Outcome:
+    """Run the command line in this process with this environment."""
+    with connected(env):
         return support.run_main(*args)
 
 
