@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.requests import ENGINE, ESSENTIALS, SIZE, Argument, Option, Request, parse_size, verb
@@ -147,11 +147,10 @@ def _estimate(request: InspectionRequest, target: str) -> "PairMemory":
 
     locations = find_checkpoint(request.reference, Role.DRAFT), find_checkpoint(target, Role.TARGET)
     draft, verifier = open_draft(open_checkpoint(locations[0])), open_target(open_checkpoint(locations[1]))
-    config = EngineConfig(
-        max_model_len=request.max_model_len,
-        max_num_requests=request.concurrency or EngineConfig.max_num_requests,
-        kv_dtype=request.kv_dtype or "auto",
-    )
+    given: dict[str, Any] = {
+        "max_model_len": request.max_model_len, "max_num_requests": request.concurrency, "kv_dtype": request.kv_dtype,
+    }  # fmt: skip
+    config = EngineConfig(**{name: value for name, value in given.items() if value is not None})
     found = measure_pair(draft, verifier, config, names=(request.reference, target), gpu_bytes=request.gpu_memory)
     tell_traffic(*locations)
     return found

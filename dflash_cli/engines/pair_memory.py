@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.device.memory_parts import LayerKV, MemoryParts
-from dflash_runtime.phrases import counted
+from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
     from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
@@ -21,6 +21,9 @@ PARTS = {
     "steps": "working memory and CUDA graphs of steps, at most",
 }
 """Part of the memory -> its words."""
+
+OWN_CACHE = {"states": "attention scores of the target, which keeps its own cache"}
+"""Words for a target that keeps its own cache."""
 
 OTHER_ENGINES = "for this tool's runtime; vLLM and SGLang divide GPU memory by rules of their own, not estimated here"
 
@@ -57,46 +60,34 @@ def measure_pair(
 
 
 def _rows(found: MemoryParts) -> Iterator[tuple[str, str]]:
-    requests = counted(found.max_num_requests, "request")
-    yield "pair", f"{found.draft} with {found.target}, {found.dtype}, KV in {found.kv_dtype}; {OTHER_ENGINES}"
-    yield (
-        "run",
-        (
-            f"{requests} of {found.max_model_len:,} tokens, {found.num_draft_tokens} draft tokens per step; the lookahead of "
-            f"{counted(found.num_lookahead_tokens, 'token')} lies within these tokens"
-        ),
-    )
+    length = f"{found.max_model_len:,} tokens"
+    yield "pair", f"{found.draft} with {found.target}: {found.dtype}, KV in {found.kv_dtype}"
+    yield "estimate", OTHER_ENGINES
+    lookahead = f"lookahead of {plural(found.num_lookahead_tokens, 'token')} included"
+    yield "run", f"{plural(found.max_num_requests, 'request')} of {length}, {lookahead}"
     for item in found.layers:
         yield "KV", _layers_in_words(item)
     yield "KV", f"{found.token_bytes:,} bytes per token, {found.num_pages:,} pages of {found.page_size} tokens"
     if found.recurrent is not None:
-        yield (
-            "states",
-            (
-                f"{counted(found.recurrent.num_layers, 'recurrent layer')}: {found.recurrent.request_bytes:,} bytes per "
-                f"request, and up to {found.recurrent.num_snapshots} snapshots of {found.recurrent.snapshot_bytes:,} bytes"
-            ),
-        )
+        own = found.recurrent
+        layers = f"{plural(own.num_layers, 'recurrent layer')}: {own.request_bytes:,} bytes per request"
+        yield "states", f"{layers}, up to {own.num_snapshots} snapshots of {own.snapshot_bytes:,} bytes"
     yield "per request", f"{in_units(found.request_bytes)} at full length"
+    words = PARTS | OWN_CACHE if found.not_counted else PARTS
     for name, size in found.parts.items():
         if size:
-            yield "part", f"{in_units(size):>10}  {PARTS[name]}"
+            yield "part", f"{in_units(size):>10}  {words[name]}"
     yield "total", f"{in_units(found.total_bytes):>10}  without the CUDA context and other programs"
     if found.not_counted:
         yield "not counted", f"{', '.join(found.not_counted)}: measured after loading"
     if found.gpu is not None:
-        yield (
-            "fits",
-            (
-                f"{counted(found.gpu.most_requests, 'request')} of {found.max_model_len:,} tokens at once on a GPU with "
-                f"{in_units(found.gpu.gpu_bytes)}, of which the run uses {in_units(found.gpu.usable_bytes)}"
-            ),
-        )
+        usable = f"{in_units(found.gpu.usable_bytes)} of {in_units(found.gpu.gpu_bytes)} GPU memory"
+        yield "fits", f"{plural(found.gpu.most_requests, 'request')} of {length} at once, in {usable}"
 
 
 def _layers_in_words(item: LayerKV) -> str:
-    layers = counted(item.num_layers, "layer")
-    kind = "full attention" if item.window is None else f"window {item.window}, whose pages keep every token"
+    layers = plural(item.num_layers, "layer")
+    kind = "full attention" if item.window is None else f"window {item.window}, but pages keep every token"
     return f"{item.model}, {layers}: {kind}, {item.token_bytes:,} bytes per token"
 
 

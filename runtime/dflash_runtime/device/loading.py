@@ -170,7 +170,7 @@ def load_pair(
         runtime = "transformers-cache"
         _check_kernels(loaded.config, None, placement, limits)
     if runtime != "native":
-        warnings += hosted_warnings(loaded, can_be_captured=can_capture(config, device, kernels))
+        warnings += hosted_warnings(loaded, can_be_captured=can_capture(config, device, placement.kernels))
     if quantization is not None and runtime != "native":
         warnings = (*warnings, quantised_warning(quantization, placement.dtype_name))
     for text in warnings:
