@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
@@ -142,3 +141,9 @@ def test_refusals_are_those_of_a_run(tmp_path: Path) -> None:
     draft = open_draft(support.make_native(tmp_path / "draft"))
     with pytest.raises(PairMismatch):
         plan_for_gpu(open_target(TINY / "target"), draft, EngineConfig())
+
+
+def test_the_cache_of_a_target_with_its_own_is_named_and_not_guessed() -> None:
+    found = estimate("bundled", 2**30, target_runtime="transformers-cache")
+    assert (found.target_runtime, len(found.not_counted), found.gpu) == ("transformers-cache", 1, None)
+    assert {item.model for item in found.layers} == {"draft"}
