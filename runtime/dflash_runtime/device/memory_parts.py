@@ -27,7 +27,7 @@ class RecurrentMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFit:
-    """What a GPU of a given size holds. The CUDA context and other programs are not counted."""
+    """The requests that a GPU of a given size holds. The CUDA context and other programs are not counted."""
 
     gpu_bytes: int
     usable_bytes: Annotated[int, "the fraction of the GPU memory that the run may use"]
@@ -38,7 +38,7 @@ class GpuFit:
 class MemoryParts:
     """Memory of a run with `max_num_requests` requests at full length.
 
-    parts   target, draft: weights after loading, of which the draft borrows the target's embedding and head.
+    parts   target, draft: weights after loading. The draft borrows the target's embedding and head.
             kv_pages: pages of both models; each request is rounded up to whole pages, and page 0 is never used.
             states, snapshots: of recurrent layers, and of a target that keeps its own cache.
             steps: the most that working memory, page tables and CUDA graphs take.
