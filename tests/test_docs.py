@@ -169,6 +169,7 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
         ("docs/how-to/replay.md", False),
         ("docs/how-to/lock.md", False),
         ("docs/how-to/gguf.md", False),
+        ("docs/how-to/memory.md", False),
         ("docs/reference/kv-transfer.md", False),
         *(
             pytest.param(document, True, marks=pytest.mark.slow)

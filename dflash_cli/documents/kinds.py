@@ -61,7 +61,10 @@ KINDS: Mapping[str, Kind] = {
     "generate": _printed("generate", "generation.generate_document:GenerateDocument"),
     "handoff": Kind("handoff.json in the folder of a hand-off", ("dflash_runtime.kv_transfer.handoff:HandoffHeader",)),
     "inspect": _printed(
-        "inspect", "checkpoints.description:InspectDocument", "checkpoints.comparison:DifferenceDocument"
+        "inspect",
+        "checkpoints.description:InspectDocument",
+        "checkpoints.comparison:DifferenceDocument",
+        "dflash_runtime.device.memory_parts:MemoryParts",
     ),
     "lock": Kind("What dflash lock writes", ("checkpoints.lock:LockDocument",)),
     "probe": _printed("probe", "probing.server_probe:Probed"),

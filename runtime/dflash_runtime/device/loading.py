@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
@@ -15,7 +14,7 @@ from dflash_runtime.checkpoint.runs_here import TargetRuntime, kept_packed
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_runtime.checkpoint.weight_digests import WeightDigest
-from dflash_runtime.config import EXACT_REQUESTS, DraftConfig, EngineConfig
+from dflash_runtime.config import EXACT_REQUESTS, DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.memory import Fit, WeightBytes
 from dflash_runtime.device.settings import (
@@ -125,6 +124,26 @@ class LoadedPair:
         return replace(self, draft=None, draft_weights=None, config=config, limits=limits)
 
 
+@dataclass(frozen=True, slots=True)
+class PairPlan:
+    """The resolved settings of a pair, and the bytes of its weights, before the weights are read."""
+
+    config: EngineConfig
+    target: TargetConfig
+    draft: DraftConfig | None
+    limits: Limits
+    placement: Placement
+    runtime: TargetRuntime
+    quantization: Quantization | None
+    warnings: tuple[Notice, ...]
+    weights: WeightBytes
+
+    @property
+    def sizes(self) -> tuple[EngineConfig, TargetConfig, DraftConfig | None, Limits, Placement]:
+        """The arguments of the functions in `memory.py`."""
+        return self.config, self.target, self.draft, self.limits, self.placement
+
+
 def load_pair(
     target: TargetSource, draft: DraftLike | None, config: EngineConfig | None = None, ranks: Ranks = ALONE
 ) -> LoadedPair:
@@ -139,38 +158,19 @@ def load_pair(
         UnsupportedError, TensorMismatch: see `load_target` and `owned_tensors`.
         CapacityError: memory does not hold the pair, according to the sizes in its headers.
     """
-    config = _checked(config or EngineConfig(), draft)
-    check_split(target, config, ranks)
-    runtime, target_config = find_target_runtime(target, config.wanted_runtime)
-    target_config = share_config(target_config, ranks.size)
-    quantization = read_quantization(target) if runtime != "native" else kept_packed(target)
-    if draft is not None:
-        draft.check_runnable()
-        check_pair(draft, target)
-    device = device_of(config.device, ranks.rank, ranks.size)
-    dtype = resolve_dtype(config.dtype, device)
-    kernels = resolve_kernels(config.kernels, device, dtype)
-    limits = resolve_limits(config, target_config, draft.config if draft is not None else None, kernels)
-    if limits.num_draft_tokens == 0:
-        draft = None
-    placement = _place(config, device, dtype, kernels, limits, ranks)
-    check = partial(
-        check_capability, kernels.name, dtype=placement.dtype_name, has_fp8_pages=placement.has_fp8_pages,
-        has_trees=limits.num_tree_nodes > 0,
-    )  # fmt: skip
-    configs = target_config, draft.config if draft is not None else None
-    check(target=configs[0], draft=configs[1])
-    kv_scales = read_kv_scales(target.checkpoint) if placement.has_fp8_pages else {}
-    config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
-    placement = Fit(config, *configs, limits, placement).check(_weight_bytes(target, draft, dtype, runtime, ranks))
+    plan = plan_pair(target, draft, config or EngineConfig(), ranks)
+    config, limits, runtime, quantization = plan.config, plan.limits, plan.runtime, plan.quantization
+    device, warnings, draft = plan.placement.device, plan.warnings, draft if plan.draft is not None else None
+    kv_scales = read_kv_scales(target.checkpoint) if plan.placement.has_fp8_pages else {}
+    placement = Fit(*plan.sizes).check(plan.weights)
     digests = _digests(target, draft, begins=config.prefix_store is not None)
     started = time.perf_counter()
     loaded = load_target(target, placement, runtime)
     if loaded.config.own_cache is not None:
         runtime = "transformers-cache"
-        check(target=loaded.config, draft=None)
+        _check_kernels(loaded.config, None, placement, limits)
     if runtime != "native":
-        warnings += hosted_warnings(loaded, can_be_captured=can_capture(config, device, kernels))
+        warnings += hosted_warnings(loaded, can_be_captured=can_capture(config, device, placement.kernels))
     if quantization is not None and runtime != "native":
         warnings = (*warnings, quantised_warning(quantization, placement.dtype_name))
     for text in warnings:
@@ -196,6 +196,50 @@ def load_pair(
         torch.cuda.synchronize(device)
     logger.info("loaded weights onto %s in %.1f s", device, time.perf_counter() - started)
     return pair
+
+
+def plan_pair(
+    target: TargetSource,
+    draft: DraftLike | None,
+    config: EngineConfig,
+    ranks: Ranks = ALONE,
+    machine: tuple[torch.device, Kernels] | None = None,
+) -> PairPlan:
+    """Resolve the settings of a pair and read the sizes of its weights from headers. See `load_pair` for its errors.
+
+    With `machine` the plan is for this device and these kernels, which this machine may lack.
+    """
+    config = _checked(config, draft)
+    check_split(target, config, ranks)
+    runtime, target_config = find_target_runtime(target, config.wanted_runtime)
+    target_config = share_config(target_config, ranks.size)
+    quantization = read_quantization(target) if runtime != "native" else kept_packed(target)
+    if draft is not None:
+        draft.check_runnable()
+        check_pair(draft, target)
+    device = machine[0] if machine is not None else device_of(config.device, ranks.rank, ranks.size)
+    dtype = resolve_dtype(config.dtype, device)
+    kernels = machine[1] if machine is not None else resolve_kernels(config.kernels, device, dtype)
+    limits = resolve_limits(config, target_config, draft.config if draft is not None else None, kernels)
+    if limits.num_draft_tokens == 0:
+        draft = None
+    placement = _place(config, device, dtype, kernels, limits, ranks)
+    draft_config = draft.config if draft is not None else None
+    _check_kernels(target_config, draft_config, placement, limits)
+    config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
+    return PairPlan(
+        config, target_config, draft_config, limits, placement,
+        runtime=runtime, quantization=quantization, warnings=warnings,
+        weights=_weight_bytes(target, draft, dtype, runtime, ranks),
+    )  # fmt: skip
+
+
+def _check_kernels(target: TargetConfig, draft: DraftConfig | None, placement: Placement, limits: Limits) -> None:
+    """Refuse models that the kernels do not run; see `check_capability`."""
+    check_capability(
+        placement.kernels.name, target=target, draft=draft, dtype=placement.dtype_name,
+        has_fp8_pages=placement.has_fp8_pages, has_trees=limits.num_tree_nodes > 0,
+    )  # fmt: skip
 
 
 def _checked(config: EngineConfig, draft: DraftLike | None) -> EngineConfig:

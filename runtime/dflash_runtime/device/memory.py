@@ -144,7 +144,7 @@ def fit_num_pages(
         return config.num_pages
     token_bytes = _token_bytes(target, draft, placement)
     page_bytes = max(1, config.page_size * token_bytes)
-    wanted = limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
+    wanted = wanted_pages(config, limits)
     budget = _kv_budget(config, target, draft, limits, placement)
     if target.recurrence is not None:
         num_snapshots = fit_num_snapshots(config, target, draft, limits, placement)
@@ -160,6 +160,11 @@ def fit_num_pages(
             "--kv-dtype fp8",
         )  # fmt: skip
     return min(wanted, affordable)
+
+
+def wanted_pages(config: EngineConfig, limits: Limits) -> int:
+    """Pages for every request at full length, plus page 0, which is never used. Full length includes the lookahead."""
+    return limits.max_num_requests * -(-limits.max_model_len // config.page_size) + 1
 
 
 def fit_num_snapshots(

@@ -3,13 +3,18 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dflash_cli.checkpoints.description import describe_layers
 from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.commands.inspect import inspect
+from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.paths import ROOT
+from dflash_testing.refusals import refuses
 
 
 def test_a_native_draft(tmp_path: Path) -> None:
@@ -169,3 +174,41 @@ class TestTwo:
     def test_a_draft_and_a_target_do_not_compare(self, tmp_path: Path) -> None:
         outcome = support.invoke("inspect", support.make_native(tmp_path / "a"), support.make_target(tmp_path / "b"))
         assert (outcome.code, outcome.error_id, outcome.field) == (2, "kinds-differ", "REF2")
+
+
+def test_the_memory_of_a_pair() -> None:
+    """2 requests of 100 tokens take 7 pages each, and page 0 is never used."""
+    arguments = ("inspect", "tiny", "--target", "tiny", "--max-model-len", 100, "--concurrency", 2)
+    found = json.loads(support.invoke(*arguments, "--gpu-memory", "1GiB", "--json").out)
+    assert (found["kind"], found["num_pages"], found["page_size"]) == ("inspect", 15, 16)
+    assert found["total_bytes"] == sum(found["parts"].values())
+    assert found["gpu"]["gpu_bytes"] == 2**30
+    lines = support.invoke(*arguments).out.splitlines()
+    rows = [line.split(maxsplit=1) for line in lines]
+    assert [label for label, _ in rows].count("part") == sum(size > 0 for size in found["parts"].values())
+    assert not any(label == "fits" for label, _ in rows), "no GPU was named"
+    hybrid = ROOT / "tests" / "data" / "pairs" / "hybrid"
+    text = support.invoke("inspect", hybrid / "draft", "-t", hybrid / "target", "--gpu-memory", "1G").out
+    assert {"states", "fits"} <= {line.split(maxsplit=1)[0] for line in text.splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "id"),
+    [
+        ({"max_model_len": 100}, "--max-model-len", "option-needs-another"),
+        ({"concurrency": 2}, "--concurrency", "option-needs-another"),
+        ({"kv_dtype": "fp8"}, "--kv-dtype", "option-needs-another"),
+        ({"gpu_memory": 2**30}, "--gpu-memory", "option-needs-another"),
+        ({"other": "tiny:reduced", "target": "tiny"}, "REF2", "memory-of-one-pair"),
+        ({"tensors": True, "target": "tiny"}, "--tensors", "memory-of-one-pair"),
+    ],
+)
+def test_options_of_the_memory_estimate_are_refused(options: dict[str, Any], field: str, id: str) -> None:
+    with refuses(UsageError, id, field=field):
+        inspect(reference="tiny", **options)
+
+
+def test_more_tokens_than_the_pair_allows_are_refused() -> None:
+    with refuses(UsageError, field="max_model_len", found=4096) as refused:
+        inspect(reference="tiny", target="tiny", max_model_len=4096)
+    assert "2048" in str(refused.value.expected)
