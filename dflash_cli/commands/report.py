@@ -40,6 +40,7 @@ class ReportRequest(ForceOptions):
     figure: Annotated[
         Literal["positions", "conditional", "histogram", "categories", "context", "differences"] | None,
         Option(
+            metavar="FIGURE",
             group=ESSENTIALS,
             help="Draw one figure, as wide as a column of a paper (3.33 inches). Default: all figures.",
         ),

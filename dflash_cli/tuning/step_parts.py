@@ -91,9 +91,15 @@ class _SilentWalk(_SilentDraft):
     """Chooses its own tokens, as the replaced draft does, so that the step without the draft lacks a walk."""
 
     def propose(
-        self, block_ids: Tensor, positions: Tensor, attend: object, num_drafts: int, draws: Draws | None
+        self,
+        block_ids: Tensor,
+        positions: Tensor,
+        attend: object,
+        num_drafts: int,
+        draws: Draws | None,
+        masks: object = None,
     ) -> Drawn:
-        """Return tokens 0, [R, K], and if they are drawn, even distributions."""
+        """Return tokens 0, [R, K], and if they are drawn, even distributions. Grammars are not timed: no masks."""
         token_ids = block_ids.new_zeros((len(block_ids), num_drafts))
         if draws is None:
             return Drawn(token_ids)

@@ -30,14 +30,21 @@ def named_by(key: str, folder: Path) -> set[str]:
     return {item.id for item in report.findings if item.severity != "info"}
 
 
-@pytest.mark.parametrize("key", [key for key, (_, case) in CASES.items() if not case.is_fault][::3])
+def sampled(keys: list[str], every: int) -> list[Any]:
+    """All keys, of which one in `every` runs by default."""
+    return [pytest.param(key, marks=[pytest.mark.slow] if index % every else []) for index, key in enumerate(keys)]
+
+
+@pytest.mark.parametrize("key", sampled([key for key, (_, case) in CASES.items() if not case.is_fault], 12))
 def test_sound_variants_are_passed(key: str, tmp_path: Path) -> None:
     assert named_by(key, tmp_path) == set()
 
 
 @pytest.mark.parametrize(
     "key",
-    [key for key, (_, case) in CASES.items() if case.is_fault and case.right[0].startswith(FOUND_WITHOUT_A_RUN)][::2],
+    sampled(
+        [key for key, (_, case) in CASES.items() if case.is_fault and case.right[0].startswith(FOUND_WITHOUT_A_RUN)], 8
+    ),
 )
 def test_faults_in_the_weights_are_named(key: str, tmp_path: Path) -> None:
     case = CASES[key][1]

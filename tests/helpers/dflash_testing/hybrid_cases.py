@@ -16,6 +16,7 @@ from torch.nn.functional import one_hot
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.config import ConvolutionConfig, MarkovConfig, SelectorConfig
 from dflash_runtime.drafts.draft import Draft, Drawn, Draws, WalkingDraft, draft_places
+from dflash_runtime.drafts.token_masks import TokenMasks
 from dflash_runtime.models.layers import Attend, PagedKV
 from dflash_runtime.models.target import Target, load_target
 from dflash_runtime.scheduling.request import SamplingParams
@@ -244,9 +245,15 @@ class SteeredWalkingDraft(SteeredDraft):
     _draft: WalkingDraft
 
     def propose(
-        self, block_ids: Tensor, positions: Tensor, attend: Attend, num_drafts: int, draws: Draws | None
+        self,
+        block_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        num_drafts: int,
+        draws: Draws | None,
+        masks: TokenMasks | None = None,
     ) -> Drawn:
-        drawn = self._draft.propose(block_ids, positions, attend, num_drafts, draws)
+        drawn = self._draft.propose(block_ids, positions, attend, num_drafts, draws, masks)
         known = self._known(block_ids, positions, num_drafts)
         return drawn._replace(token_ids=torch.where(known >= 0, known, drawn.token_ids))
 
