@@ -18,6 +18,7 @@ from dflash_runtime.device.memory_parts import MemoryParts
 from dflash_runtime.errors import PairMismatch, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models import target as target_module
+from dflash_runtime.models import weights
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
@@ -25,7 +26,7 @@ from dflash_testing.refusals import refuses
 Pair = tuple[Path, Path]
 TINY = tiny_directory()
 PAIRS = ROOT / "tests" / "data" / "pairs"
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
 }  # fmt: skip
@@ -67,8 +68,13 @@ def test_the_estimate_equals_the_tensors_of_an_engine(
     found = estimate_memory(plan_pair(*sources, config), draft=str(draft), target=str(target))
 
     loaded: list[Any] = []
-    load = target_module.load_weights
-    monkeypatch.setattr(target_module, "load_weights", lambda *a, **b: loaded.append(load(*a, **b)) or loaded[-1])
+    load = weights.load_weights
+
+    def load_weights(*given: Any, **named: Any) -> Any:
+        loaded.append(load(*given, **named))
+        return loaded[-1]
+
+    monkeypatch.setattr(target_module, "load_weights", load_weights)
     runner = (llm := LLM(*sources, config)).engine.runner
     assert llm.pair.draft_weights is not None
     assert runner.draft_kv is not None
