@@ -33,6 +33,7 @@ OTHER_MEANINGS = {
     "comparing/result_comparison.py": "names of Python packages",
     "acceptance/acceptance_report.py": "definitions of acceptance",
     "main.py": "names of Python packages",
+    "formats/gguf.py": "the engine whose format it is",
     "terminal/options.py": "names of the code that runs a target",
     "commands/tune.py": "engines with settings that are printed by default",
     "formats/draft_kinds": "the engines that serve a kind of draft, so that a kind is one file",
