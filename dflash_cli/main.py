@@ -70,7 +70,7 @@ COMMANDS = {
         examples=(
             "dflash report result.json -o report.html",
             "dflash report old.json new.json -o report.csv",
-            "dflash report old.json new.json --figure positions --name DFlash,EAGLE-3 -o figure.pdf",
+            "dflash report old.json new.json --figure positions -o figure.pdf",
         ),
         docs="publishing",
         also=("publish", "plot"),
