@@ -50,30 +50,41 @@ class InspectionRequest(Request):
     target: Annotated[
         str | None,
         Option(
-            short="-t", metavar="TARGET", group=ESSENTIALS, is_per_run=True,
+            short="-t", metavar="TARGET", group=ESSENTIALS, is_per_run=True, ignores_shared=True,
             help="Estimate the GPU memory of serving the draft with this target, from headers.",
         ),
     ] = None  # fmt: skip
     max_model_len: Annotated[
         int | None,
         Option(
-            min=2, group=ENGINE, is_per_run=True,
+            min=2, group=ENGINE, is_per_run=True, ignores_shared=True,
             help="With --target: most tokens of a prompt and its answer together. Default: the most that the pair "
             "allows.",
         ),
     ] = None  # fmt: skip
     concurrency: Annotated[
         int | None,
-        Option(min=1, group=ENGINE, is_per_run=True, help="With --target: requests at once. Default: 16."),
+        Option(
+            min=1,
+            group=ENGINE,
+            is_per_run=True,
+            ignores_shared=True,
+            help="With --target: requests at once. Default: 16.",
+        ),
     ] = None
     kv_dtype: Annotated[
         Literal["auto", "fp8"] | None,
-        Option(group=ENGINE, is_per_run=True, help="With --target: number format of KV pages. Default: bfloat16."),
+        Option(
+            group=ENGINE,
+            is_per_run=True,
+            ignores_shared=True,
+            help="With --target: number format of KV pages. Default: bfloat16.",
+        ),
     ] = None
     gpu_memory: Annotated[
         int | None,
         Option(
-            metavar="SIZE", parse=parse_size, expected=SIZE, min=1, group=ENGINE, is_per_run=True,
+            metavar="SIZE", parse=parse_size, expected=SIZE, min=1, group=ENGINE, is_per_run=True, ignores_shared=True,
             help="With --target: memory of the GPU, such as 80G. Prints how many requests fit.",
         ),
     ] = None  # fmt: skip

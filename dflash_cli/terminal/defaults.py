@@ -52,6 +52,10 @@ class Setting:
             return self.key in (option, f"{command}-{option}")
         return self.key == option and self.table in ("", ENGINE_TABLE, command)
 
+    def is_shared(self, option: str) -> bool:
+        """Whether it sets this option of all commands that have it."""
+        return self.key == option and self.table in ("", ENGINE_TABLE)
+
     def strength(self, option: str) -> tuple[int, int]:
         """The place in the order of precedence among the settings of one option."""
         if self.source == VARIABLE:
@@ -99,6 +103,8 @@ def set_defaults(
     for item in parameters:
         option = item.flag.lstrip("-")
         fitting = [setting for setting in settings if option and setting.is_for(command, option)]
+        if item.option.ignores_shared:
+            fitting = [setting for setting in fitting if not setting.is_shared(option)]
         if fitting:
             setting = max(fitting, key=lambda setting: setting.strength(option))
             found[item.name] = (_read(setting, item), setting.origin)

@@ -96,6 +96,7 @@ class Option:
     expected      the form that `parse` expects, in words
     is_setting    whether the option decides the result; `settings` in JSON has only such options
     is_per_run    whether the option belongs to one run, so that dflash.toml and variables cannot set it
+    ignores_shared   whether a default for all commands is for other commands, where the option means more
     """
 
     help: str | Callable[[], str]
@@ -112,6 +113,7 @@ class Option:
     expected: str = ""
     is_setting: bool = True
     is_per_run: bool = False
+    ignores_shared: bool = False
 
     @property
     def text(self) -> str:
