@@ -69,6 +69,7 @@ def test_shared_experts_are_timed_too(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert [line.split()[-2:] for line in lines[1:3]] == [["0.00", "0.00"]] * 2
 
 
+@pytest.mark.slow
 def test_split_steps_are_timed_beside_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two processes over gloo: each arm has a row for one process, and one with the ratio to it."""
     given = ["--batches", "1", "--steps", "10", "--context", "20", "--arms", "plain,dflash"]
@@ -92,6 +93,7 @@ def test_steps_are_timed_beside_loads(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "mean / alone" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_prompts_are_timed_alone_and_beside_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +207,7 @@ def test_a_block_touches_most_experts() -> None:
     assert [round(count) for count in touched] == [8, 82, 128]
 
 
+@pytest.mark.slow
 def test_hosted_targets_are_timed_beside_native_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name", "strength", "factor"),
     [
-        ("dspark", "fill-in stated", "mild", "layout"),
+        pytest.param("dspark", "fill-in stated", "mild", "layout", marks=slow),
         pytest.param("dflash2", "sides of convolutions exchanged", "strong", "convolution", marks=slow),
         pytest.param("dflash2", "codebooks exchanged", "strong", "selector", marks=slow),
         pytest.param("dflash2", "rows of the second codebook shifted", "mild", "selector", marks=slow),
