@@ -200,7 +200,9 @@ def run_server(
                     observe(Event(answer.row, answer.output.token_ids, answer.text, answer))
     journal.drop_unfinished()
     server.client.ends_at = whole_end
-    counted, notes = _count(server, before, found, server.client.num_retried - num_retried + len(failures), watch)
+    # Requests that the end of the time cut off are counted, too, and each conversation may have sent several.
+    num_extra = math.inf if num_late else server.client.num_retried - num_retried + len(failures)
+    counted, notes = _count(server, before, found, num_extra, watch)
     total, origin, why = _pool(journal.answers, [served for _, served in found], counted, facts, request)
     is_ordered = not num_resumed and all(served.steps is not None and served.steps.is_ordered for _, served in found)
     return ServerRun(
@@ -294,7 +296,7 @@ def _gone(error: ServerUnreachable, num_done: int, request: ServerRequest) -> Se
 
 
 def _count(
-    server: InferenceServer, before: ServerCounters | None, found: Rows, num_extra: int, watch: CounterWatch | None
+    server: InferenceServer, before: ServerCounters | None, found: Rows, num_extra: float, watch: CounterWatch | None
 ) -> tuple[ServerCounters | None, list[Notice]]:
     """The rise of the server's counters during these answers, and notes about other traffic or a restart."""
     if before is None or not found:
