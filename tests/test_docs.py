@@ -257,6 +257,9 @@ def provide_files(document: str, home: Path) -> None:
     elif document == "docs/how-to/other-targets.md":
         shutil.copy(ROOT / "dflash_cli" / "tiny" / "prompts.jsonl", home)
         shutil.copytree(ROOT / "examples", home / "examples", ignore=shutil.ignore_patterns("benchmarks"))
+    elif document == "docs/how-to/structured-output.md":
+        page = (ROOT / document).read_text()
+        (home / "piece.json").write_text(page.partition("```json\n")[2].partition("```")[0])
     elif document == "docs/how-to/tuning.md":
         shutil.copy(ROOT / "examples" / "step_times" / "qwen3-8b-h200.json", home)
     elif document == "docs/explanation/shapes.md":
