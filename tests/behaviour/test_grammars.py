@@ -99,6 +99,12 @@ def test_requests_with_and_without_grammars_share_asynchronous_steps() -> None:
     assert llm.engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.parametrize(("name", "engine"), [("tiny", {"num_tree_nodes": 4}), (None, {"drafting": "ngram"})])
+def test_what_excludes_a_grammar_refuses_the_request(name: str | None, engine: dict[str, Any]) -> None:
+    (output,) = llm_with(name, **engine).generate(PROMPTS[:1], PARAMS)
+    assert (output.finish_reason, output.error_id) == (FinishReason.ERROR, "grammar-excluded")
+
+
 def test_lossless_check_reads_the_grammar() -> None:
     llm = llm_with("tiny")
     (output,) = llm.generate(PROMPTS[:1], PARAMS)

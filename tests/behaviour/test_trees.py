@@ -252,6 +252,9 @@ def test_what_a_tree_cannot_verify_is_refused_by_name() -> None:
         ({"num_tree_nodes": 4, "draft_sampling": "probabilistic"}, "tree-of-sampled-drafts"),
         ({"num_tree_nodes": 4, "num_draft_tokens": 0}, "tree-without-drafts"),
         ({"tree_candidates": 4}, "option-needs-another"),
+        ({"num_tree_nodes": 4, "drafting": "ngram"}, "tree-beside-blocks"),
+        ({"num_tree_nodes": 4, "row_budget": True}, "tree-beside-blocks"),
+        ({"num_tree_nodes": 4, "draft_confidence": True}, "tree-beside-blocks"),
     ],
 )
 def test_settings_that_exclude_a_tree_are_refused(changes: dict[str, Any], expected: str) -> None:

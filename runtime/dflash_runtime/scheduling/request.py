@@ -179,8 +179,8 @@ class DraftStep:
     def rejected_id(self) -> int | None:
         """The draft token that the target replaced by its own.
 
-        None if every verified draft was accepted, if the draft left that position empty (a negative id), if a tree has
-        no node after the accepted ones, or if a stop or a limit cut off the target's own token.
+        None if every verified draft was accepted, or if a stop or a limit cut off the target's own token. Also None at
+        an empty position, which has a negative id: the draft left it empty, or the tree ends before it.
         """
         has_bonus = self.num_committed > self.num_accepted
         token_id = self.draft_ids[self.num_accepted] if has_bonus and self.num_accepted < len(self.draft_ids) else -1
