@@ -126,7 +126,7 @@ class _Found:
         self.speeds = {name: Speed.of(of_arm, batch) for name, of_arm in windows.items()}
 
     def ratio(self, name: str, other: str) -> tuple[float, Interval | None]:
-        """Return the tokens per second of an arm divided by those of another, with the interval over rounds."""
+        """Return how many times as fast as `other` an arm is, in tokens per second, with the interval over rounds."""
         one, two = self.speeds[name], self.speeds[other]
         interval = _ratio_interval(self.windows[name], self.windows[other], one, two)
         return one.tokens_per_second / two.tokens_per_second, interval

@@ -3,7 +3,7 @@
     python3 examples/benchmarks/trees.py [--shape qwen3-8b] [--batches 1,4] [--trees 8=3.594,32=4.142] [--out FILE]
 
 All arms of a batch size are measured in turns. Acceptance is forced: each step draws the number of accepted tokens from
-a truncated geometric distribution of the stated mean, along a path whose rows are spread over the tree. A narrower
+a truncated geometric distribution of the stated mean, along a path with rows that are spread over the tree. A narrower
 block uses the block's distribution, cut at its width. The default means are of the bundled pair: 3.439 tokens per step
 with blocks of 7 drafted tokens, and 3.594, 3.941, 4.142 and 4.430 with trees of 8, 16, 32 and 64.
 

@@ -58,7 +58,8 @@ def force_acceptance(pair: LoadedPair, mean: float) -> LoadedPair:
     """
     rates = acceptance_rates(mean, most_tokens(pair.limits))
     device, kernels = pair.placement.device, pair.placement.kernels
-    kernels = _forcing(kernels, draw_table(rates).to(device), spread_rows(pair.limits).to(device))
+    path_rows = spread_rows(pair.limits).to(device) if pair.limits.num_tree_nodes else None
+    kernels = _forcing(kernels, draw_table(rates).to(device), path_rows)
     return replace(pair, placement=replace(pair.placement, kernels=kernels))
 
 
@@ -74,7 +75,7 @@ def spread_rows(limits: Limits) -> Tensor:
     return torch.tensor([0, *rows, *[0] * (limits.num_draft_tokens - depth)])
 
 
-def _forcing(kernels: Kernels, table: Tensor, path_rows: Tensor) -> Kernels:
+def _forcing(kernels: Kernels, table: Tensor, path_rows: Tensor | None = None) -> Kernels:
     real, real_follow = kernels.close_step, kernels.follow_tree
 
     def close(
@@ -88,6 +89,7 @@ def _forcing(kernels: Kernels, table: Tensor, path_rows: Tensor) -> Kernels:
         return real(state, rows, step, forced, chosen, *rest)
 
     def follow(tree: Tree, chosen: Tensor, num_rows: int) -> Path:
+        assert path_rows is not None, "a pair that verifies trees"
         real_follow(tree, chosen, num_rows)  # for its time
         rows = path_rows[:num_rows].expand(len(chosen), -1)
         return Path(rows, torch.where(rows[:, 1:] > 0, 0, -1))
