@@ -44,7 +44,6 @@ from dflash_testing.refusals import refuses
 from dflash_testing.walking_drafts import draft_model, sample_of_all
 
 KINDS = [kind if kind in OWN_CACHE_DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in OWN_CACHE]
-SHORT = {"mamba", "mamba2", "bamba"}
 NUM_DRAFTS = 7
 NUM_TOKENS, FEW = 20, 12
 PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -106,11 +105,23 @@ def test_steps_with_several_residual_streams_equal_the_plain_loop(tmp_path: Path
     assert found == steps[: len(found)]
 
 
-@pytest.mark.parametrize("kind", [
-    "mamba", "mamba2", "bamba", *(pytest.param(kind, marks=pytest.mark.slow) for kind in sorted({*OWN_CACHE} - SHORT)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mamba",
+        "mamba2",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in OWN_CACHE
+            if kind not in ("mamba", "mamba2", "minimax")
+        ),
+    ],
+)
 def test_a_target_runs_in_bfloat16(kind: str, tmp_path: Path) -> None:
-    """Some families add their residuals in float32, whatever the dtype of the weights."""
+    """Some families add their residuals in float32, whatever the dtype of the weights.
+
+    The trial refuses this minimax: its state is in bfloat16, and the weights are so large that the roundings show.
+    """
     make_model(tmp_path, kind)
     target = host_own_cache(tmp_path, torch.bfloat16)
     draft = random_draft(target, torch.bfloat16, rope=RopeConfig(theta=10_000.0))

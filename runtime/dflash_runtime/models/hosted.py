@@ -108,9 +108,9 @@ class TransformersTarget:
         finally:
             for hook in hooks:
                 hook.remove()
-        like = {"device": self._device, "dtype": self.embedding.dtype}
-        features = torch.cat([outputs[tap].to(**like) for tap in taps], dim=-1) if taps else None
-        return output.last_hidden_state.to(**like).contiguous(), features, output
+        dtype = self.embedding.dtype
+        features = torch.cat([outputs[tap].to(self._device, dtype) for tap in taps], dim=-1) if taps else None
+        return output.last_hidden_state.to(self._device, dtype).contiguous(), features, output
 
 
 class HostedTarget(TransformersTarget):
