@@ -415,12 +415,14 @@ def test_steps_are_grouped_by_rows_of_prompts(count: int, name: str) -> None:
 
 
 FAKE_VLLM = """
+import json
 import time
+from pathlib import Path
 from types import SimpleNamespace as Some
 
 __version__ = "0.0"
 SamplingParams = Some
-num_drafts = 0
+num_drafts = num_steps = 0
 now = 0.0
 time.perf_counter = lambda: now  # times must not depend on the machine's load
 
@@ -429,33 +431,43 @@ class LLM:
     def __init__(self, **settings):
         self.config = settings.get("speculative_config")
         if self.config:
-            assert len(self.config["synthetic_acceptance_rates"]) == self.config["num_speculative_tokens"] == 15
+            block = json.loads(Path(self.config["model"], "config.json").read_text())["block_size"]
+            assert len(self.config["synthetic_acceptance_rates"]) == self.config["num_speculative_tokens"] == block - 1
+            assert self.config.get("enable_adaptive_verification", True) is True
         print("many words of its own")
 
     def generate(self, prompts, params, use_tqdm):
-        global num_drafts, now
-        num_steps = max(item.max_tokens for item in params) // (4 if self.config else 1)
+        global num_drafts, num_steps, now
         assert all(item.ignore_eos for item in params)
-        now += 0.002 * num_steps
-        num_drafts += num_steps * len(prompts)
         if len(prompts) == 3:
             raise RuntimeError("three are too many")
-        stats = Some(arrival_time=time.time(), first_token_latency=0.5)
-        return [Some(outputs=[Some(token_ids=[0] * item.max_tokens)], metrics=stats) for item in params]
+        began, answers = now, []
+        for place, item in enumerate(params):  # with a draft, the second request takes twice as many steps
+            steps = item.max_tokens // 4 * (place + 1) if self.config else item.max_tokens
+            num_drafts += steps
+            stats = Some(
+                arrival_time=time.time(), first_token_latency=0.5, first_token_ts=began,
+                last_token_ts=began + 0.002 * steps,
+            )
+            answers.append(Some(outputs=[Some(token_ids=[0] * item.max_tokens)], metrics=stats))
+        now = max(answer.metrics.last_token_ts for answer in answers)
+        num_steps += round((now - began) / 0.002)
+        return answers
 
     def get_metrics(self):
         drafts = num_drafts if self.config else 0
         return [
             Some(name="vllm:spec_decode_num_drafts", value=drafts),
             Some(name="vllm:spec_decode_num_accepted_tokens", value=3 * drafts),
-            Some(name="a histogram"),
+            Some(name="vllm:iteration_tokens_total", count=num_steps),
+            Some(name="a vector"),
         ]
 """
 
 
 @pytest.fixture
 def fake_vllm(tmp_path: Path) -> str:
-    """A folder with a package that imitates vLLM. A step takes 2 ms and, with a draft, commits 4 tokens.
+    """A folder with a package that imitates vLLM. A step takes 2 ms and, with a draft, accepts 3 draft tokens.
 
     Beside it is a torch without devices, which loads at once.
     """
