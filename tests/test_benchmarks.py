@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -10,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import attention
 import convert
@@ -31,9 +32,9 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.candidates import candidates_for
 from dflash_cli.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
-from dflash_runtime.checkpoint.hf_config import read_target_config
-from timing import accounting, draft_kinds, engine_arms, pair_files, pairs, plan, report
+from timing import accounting, draft_kinds, engine_arms, gauges, pair_files, pairs, plan, report
 from timing.floors import Rates
+from timing.gauges import Gauges, Readings, Span
 from timing.pairs import BLOCK, SHAPES
 from timing.step_kinds import SeenStep, StepKinds
 
@@ -414,6 +415,37 @@ def test_steps_are_grouped_by_rows_of_prompts(count: int, name: str) -> None:
     assert (row["mean_block_rows"], row["device_ms"], row["seconds"]) == (3.5, 3.0, 0.006)
 
 
+FAKE_SMI = """#!/bin/sh
+case "$*" in *"-i 3 "*"-lms"*) ;; *) echo "no such GPU"; exit 1 ;; esac
+while :; do
+    for watts in 400.0 600.0 '[N/A]'; do echo "$(date '+%Y/%m/%d %H:%M:%S.%3N'), $watts, 1750"; done
+    sleep 0.02
+done
+"""
+
+
+def test_power_is_the_mean_of_samples_in_the_measured_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(FAKE_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with gauges.Gauges(torch.device("cuda", 1)) as measured:
+        began = time.time()
+        found = measured.over([(began, began + 0.2)])
+        assert time.time() >= began + 0.2
+        assert measured.over([(began - 9, began - 8)]) == Readings()  # without samples
+    assert (found.watts, found.mhz) == (500, 1750)
+    assert found.num_samples >= 4
+    assert found.fields(step=0.01, token=None) == {
+        "watts": 500, "mhz": 1750, "power_samples": found.num_samples, "joules_per_step": 5, "joules_per_token": None,
+    }  # fmt: skip
+    with gauges.Gauges(torch.device("cuda", 0)) as refused:
+        assert refused.over([(began, time.time() + 9)]) == Readings()
+    assert "no such GPU" in capsys.readouterr().err
+
+
 FAKE_VLLM = """
 import json
 import time
@@ -480,48 +512,77 @@ def fake_vllm(tmp_path: Path) -> str:
 def test_vllm_is_measured_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str
 ) -> None:
-    arguments = ("--batches", "1,3,2", "--context", "8", "--steps", "40", "--arms", "vllm-plain,vllm-dflash")
-    more = ("--acceptance", "4", "--prefill", "16", "--vllm-path", fake_vllm)
+    arguments = ("--batches", "1,3,2", "--context", "8", "--steps", "40", "--block", "8")
+    arms = "vllm-plain,vllm-dflash,vllm-adaptive"
+    more = ("--arms", arms, "--acceptance", "4", "--prefill", "16", "--vllm-path", fake_vllm)
+    monkeypatch.setattr(step_time, "Gauges", SteadyGauges)
     code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments, *more)
     assert code == 1, "one batch size fails"
-    assert ["three are too many" in row["error"] for row in rows if row["kind"] == "failure"] == [True, True]
+    assert ["three are too many" in row["error"] for row in rows if row["kind"] == "failure"] == [True] * 3
     steps = [row for row in rows if row["kind"] == "step"]
     assert [(row["arm"], row["batch"]) for row in steps] == [
-        ("vllm plain", 1), ("vllm plain", 2), ("vllm dflash", 1), ("vllm dflash", 2),
+        ("vllm plain", 1), ("vllm plain", 2), ("vllm dflash", 1), ("vllm dflash", 2), ("vllm adaptive", 1),
+        ("vllm adaptive", 2),
     ]  # fmt: skip
-    assert [row["acceptance_achieved"] for row in steps] == [None, None, 4, 4]
+    assert [row["acceptance_achieved"] for row in steps] == [None, None, 4, 4, 4, 4]
     for row in steps:
-        assert row["ms"] == pytest.approx(2)
-        assert row["vllm"] == "0.0"
+        assert row["ms"] == pytest.approx(2)  # though the last steps have one request of two
+        assert (row["vllm"], row["block"], row["power_samples"]) == ("0.0", 8, 3)
+        assert row["joules_per_step"] == pytest.approx(1)
+        assert row["joules_per_token"] == pytest.approx(500 / row["tokens_per_second"])
     assert [row["arm"] for row in rows if row["kind"] == "prefill"] == ["vllm plain"]
 
 
 @pytest.mark.parametrize("name", ["small", "small-hybrid"])
 def test_a_written_pair_is_the_one_that_our_engine_runs(tmp_path: Path, name: str) -> None:
-    shape, device = SHAPES[name], torch.device("cpu")
+    shape, device = replace(SHAPES[name], block=8), torch.device("cpu")
     pair_files.write_pair(shape, tmp_path, device)
-    target = json.loads((tmp_path / "target" / "config.json").read_text())
-    own = pairs.model_configs(shape)[0]
-    read = getattr(pairs.family_of(shape), "read_config", read_target_config)(target, tmp_path)
-    assert read.rope.theta == own.rope.theta
+    read, built = pair_files.read_pair(shape, tmp_path, 64, device), pairs.build_pair(shape, 64, device)
     given = {"eos_token_ids", "dtype", "rope", "layer_kinds"}
-    assert replace(read, **{name: getattr(own, name) for name in given}) == own
-    built = pairs.build_pair(shape, 64, device)
-    for part, weights in (("target", built.target_weights), ("draft", built.draft_weights)):
-        stored = load_file(tmp_path / part / "model-0.safetensors")
-        last = max(name for name in stored if name.endswith("mlp.down_proj.weight"))
-        assert torch.equal(stored[last], weights[last])
+    for found, own in zip((read.pair.target, read.pair.draft), (built.pair.target, built.pair.draft), strict=True):
+        assert found is not None
+        assert own is not None
+        shared = {name: getattr(own.config, name) for name in given if hasattr(own.config, name)}
+        assert found.config.rope.theta == own.config.rope.theta
+        assert replace(found.config, **shared) == own.config
+    assert read.pair.limits.num_draft_tokens == built.pair.limits.num_draft_tokens == 7
+    weights = ((read.target_weights(), built.target_weights()), (read.draft_weights, built.draft_weights))
+    for stored, drawn in weights:
+        assert stored.keys() == drawn.keys()
+        assert all(torch.equal(stored[name], drawn[name]) for name in drawn)
     with pytest.raises(FileExistsError):
         pair_files.write_pair(replace(shape, layers=8), tmp_path, device)
 
 
-def test_vllm_answers_the_same_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str) -> None:
-    arguments = ("--requests", "5", "--max-prompt", "70", "--arms", "vllm-dflash", "--vllm-path", fake_vllm)
-    code, (row,) = run(load, monkeypatch, tmp_path / "rows.jsonl", *arguments, "--acceptance", "4")
+class SteadyGauges(Gauges):
+    """A GPU that always takes 500 W."""
+
+    def over(self, spans: Sequence[Span]) -> Readings:
+        assert all(begin < end for begin, end in spans)
+        return Readings(500.0, 1700.0, len(spans))
+
+
+def test_both_programs_answer_the_same_load_from_the_same_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str
+) -> None:
+    monkeypatch.setattr(load, "Gauges", SteadyGauges)
+    pair_files.write_pair(SHAPES["small"], tmp_path / "pair", torch.device("cpu"))
+    monkeypatch.setattr(pairs, "drawn_weights", None)  # neither program may draw weights again
+    monkeypatch.setattr(pair_files, "drawn_weights", None)
+    arguments = ("--requests", "5", "--max-prompt", "70", "--max-answer", "40", "--pair", str(tmp_path / "pair"))
+    arms = ("--arms", "dflash,vllm-dflash,vllm-adaptive", "--vllm-path", fake_vllm, "--acceptance", "4")
+    code, rows = run(load, monkeypatch, tmp_path / "rows.jsonl", *arguments, *arms)
     assert code == 0
-    assert row["num_tokens"] == sum(load.make_load(SHAPES["small"], 5, 70, 512).output_lengths)
-    assert row["acceptance_note"] == "synthetic, by its own mode"
-    assert row["first_token_p50_s"] >= 0.5
+    assert [row["arm"] for row in rows] == ["dflash", "vllm-dflash", "vllm-adaptive"]
+    for row in rows:
+        assert row["files"] == str(tmp_path / "pair")
+        assert row["num_tokens"] == sum(load.make_load(SHAPES["small"], 5, 70, 40).output_lengths)
+        assert row["acceptance_achieved"] == pytest.approx(4, abs=1)
+        assert row["power_samples"] == 1
+        assert row["joules_per_token"] == pytest.approx(500 * row["seconds"] / row["num_tokens"])
+        assert row["joules_per_step"] == pytest.approx(500 * row["seconds"] / row["num_steps"])
+    assert [row.get("acceptance_note") for row in rows] == [None, *["synthetic, by its own mode"] * 2]
+    assert rows[1]["first_token_p50_s"] >= 0.5
 
 
 def test_vllm_that_does_not_start_says_why(

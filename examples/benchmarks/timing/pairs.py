@@ -464,7 +464,7 @@ def model_configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
     common |= {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     draft = DraftConfig(
         num_layers=shape.draft_layers, block_size=shape.block, target_layer_ids=shape.taps,
-        mask_token_id=shape.vocab - MASK_FROM_END, draft_vocab_size=shape.vocab,
+        num_target_layers=shape.layers, mask_token_id=shape.vocab - MASK_FROM_END, draft_vocab_size=shape.vocab,
         causal=(False,) * shape.draft_layers, windows=(None,) * shape.draft_layers, **common,
     )  # fmt: skip
     return target, draft
