@@ -3,9 +3,9 @@
 import json
 import re
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -251,7 +251,9 @@ def test_step_times_are_written_as_json_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--batches", "2", "--context", "24,40", "--steps", "5", "--prefill", "32,3x16", "--acceptance", "6.5")
-    code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments)
+    pair_files.write_pair(SHAPES["small"], tmp_path / "pair", torch.device("cpu"))
+    monkeypatch.setattr(pairs, "drawn_weights", None)  # all arms read the files
+    code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments, "--pair", str(tmp_path / "pair"))
     assert code == 0
     for row in rows:
         assert row["schema"] == report.SCHEMA
@@ -261,6 +263,7 @@ def test_step_times_are_written_as_json_lines(
     arms = ("plain", "dflash")
     assert [(row["arm"], row["context"]) for row in steps] == [(arm, context) for context in (24, 40) for arm in arms]
     for row in steps:
+        assert row["files"] == str(tmp_path / "pair")
         assert row["acceptance"] == ("real" if row["arm"] == "plain" else "synthetic")
         most = 1 if row["arm"] == "plain" else BLOCK
         assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
@@ -378,6 +381,9 @@ def test_everything_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pa
     code, rows = run(load, monkeypatch, tmp_path / "load.jsonl", *options, "--max-answer", "64", "--acceptance", "4")
     assert code == 0, [row for row in rows if row["kind"] == "failure"]
     assert all(row["peak_memory_bytes"] > 0 for row in rows)
+    measured = [row for row in (*steps, *rows) if row["power_samples"]]
+    assert measured, "the loads take longer than 50 ms"
+    assert all(row["watts"] > 20 and row["mhz"] > 100 and row["joules_per_step"] > 0 for row in measured)
 
 
 def test_every_request_of_a_load_is_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -417,32 +423,34 @@ def test_steps_are_grouped_by_rows_of_prompts(count: int, name: str) -> None:
 
 FAKE_SMI = """#!/bin/sh
 case "$*" in *"-i 3 "*"-lms"*) ;; *) echo "no such GPU"; exit 1 ;; esac
-while :; do
-    for watts in 400.0 600.0 '[N/A]'; do echo "$(date '+%Y/%m/%d %H:%M:%S.%3N'), $watts, 1750"; done
-    sleep 0.02
-done
+echo "2026/11/02 10:00:00.900, 999.00, 999"
+echo "2026/11/02 10:00:01.000, 400.00, 1700"
+echo "2026/11/02 10:00:01.050, [N/A], [N/A]"
+sleep 0.1
+echo "2026/11/02 10:00:01.100, 600.00, 1800"
+echo "2026/11/02 10:00:01.300, 999.00, 999"
+exec sleep 60
 """
 
 
 def test_power_is_the_mean_of_samples_in_the_measured_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Two samples are in the span, and the second comes late."""
     (tmp_path / "nvidia-smi").write_text(FAKE_SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    began = datetime(2026, 11, 2, 10, 0, 1).timestamp()
     with gauges.Gauges(torch.device("cuda", 1)) as measured:
-        began = time.time()
         found = measured.over([(began, began + 0.2)])
-        assert time.time() >= began + 0.2
+        assert found == Readings(500, 1750, 2)
         assert measured.over([(began - 9, began - 8)]) == Readings()  # without samples
-    assert (found.watts, found.mhz) == (500, 1750)
-    assert found.num_samples >= 4
     assert found.fields(step=0.01, token=None) == {
-        "watts": 500, "mhz": 1750, "power_samples": found.num_samples, "joules_per_step": 5, "joules_per_token": None,
+        "watts": 500, "mhz": 1750, "power_samples": 2, "joules_per_step": 5, "joules_per_token": None,
     }  # fmt: skip
     with gauges.Gauges(torch.device("cuda", 0)) as refused:
-        assert refused.over([(began, time.time() + 9)]) == Readings()
+        assert refused.over([(began, began + 1)]) == Readings()
     assert "no such GPU" in capsys.readouterr().err
 
 

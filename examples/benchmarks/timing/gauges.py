@@ -4,8 +4,10 @@ One `nvidia-smi` samples from start to end, beside all arms. Every arm tells the
 without starts and warm-ups, and `over` averages the samples in these spans.
 """
 
+import ctypes
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -24,6 +26,9 @@ from timing.report import say
 PERIOD_MS = 50
 LONGEST_WAIT_S = 8.0
 """The most seconds to wait for the samples of a span that has just ended."""
+
+PR_SET_PDEATHSIG = 1
+"""The operation of `prctl` in Linux."""
 
 Span = tuple[float, float]
 """Wall-clock seconds of the begin and the end of a measurement, as `time.time()` gives them."""
@@ -55,7 +60,7 @@ class Readings:
 
 
 class Gauges:
-    """Samples of one GPU, as a context manager. On another device, or without `nvidia-smi`, there are none."""
+    """Samples of one GPU, as a context manager. They need `nvidia-smi`; a CPU has none."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +76,9 @@ class Gauges:
             line_by_line = ["stdbuf", "-oL"] if shutil.which("stdbuf") else []
             command = [*line_by_line, program, "-i", _smi_name(self._device), *query, "-lms", str(PERIOD_MS)]
             with self._path.open("wb") as stream:
-                self._sampler = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+                self._sampler = subprocess.Popen(
+                    command, stdout=stream, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent
+                )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -114,6 +121,11 @@ def _parse(line: str) -> Sample | None:
         return Sample(datetime.strptime(at.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp(), float(watts), float(mhz))
     except ValueError:
         return None
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _smi_name(device: torch.device) -> str:

@@ -1,5 +1,6 @@
 """A random pair as checkpoints on disk, which our engine and other engines read."""
 
+import fcntl
 import json
 import tempfile
 import time
@@ -55,16 +56,25 @@ def read_pair(shape: Shape, folder: Path, max_model_len: int, device: torch.devi
 def write_pair(shape: Shape, folder: Path, device: torch.device) -> None:
     """Write `folder/target` and `folder/draft`, with the weights of `build_pair` on the same device.
 
-    A pair that is there already stays.
+    A pair that is there already stays. Of two processes with the same folder, the second waits for the first.
+
+    Raises:
+        FileExistsError: the folder has the pair of another shape.
     """
-    if (folder / "shape.txt").exists():
-        if (folder / "shape.txt").read_text() != repr(shape):
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "shape.txt").exists():
+            _write_models(shape, folder, device)
+        elif (folder / "shape.txt").read_text() != repr(shape):
             raise FileExistsError(f"{folder}: found the pair of another shape; name another folder")
-        return
+
+
+def _write_models(shape: Shape, folder: Path, device: torch.device) -> None:
     started = time.perf_counter()
     target, draft = drawn_weights(shape, Placement(device, run_dtype(device), REFERENCE, 0))
     for name, config, weights in (("target", hf_config(shape), target), ("draft", hf_draft_config(shape), draft)):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config))
         parts: list[str] = []
         part: dict[str, Tensor] = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 from timing.forced import acceptance_rates
 from timing.pairs import Shape
-from timing.report import last_errors, say
+from timing.report import last_errors, release, say
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 VLLM_ARMS = ("vllm-plain", "vllm-dflash", "vllm-adaptive")
@@ -110,6 +110,7 @@ def run_vllm(
     Raises:
         RuntimeError: the subprocess wrote no row; with the last line of its log.
     """
+    release()  # vLLM counts the memory that is free
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
         job = {

@@ -1,7 +1,7 @@
 """Run in a new process with vLLM: read a job from the first file, write JSON lines to the second.
 
 A job has the directories of both checkpoints, engine settings, and cells: decode steps, prefills, or a load. Rows have
-the wall-clock times of what was measured, so that the caller can average the power in between. The script imports
+the wall-clock times of each measurement, so that the caller can average the power in between. The script imports
 nothing of this project, so its environment may differ.
 """
 
@@ -96,8 +96,7 @@ def measure_steps(engine: Engine, cell: Row, speculative: Row | None) -> Row:
     counts once for every request in it: the last steps, in which few requests are left, count little.
     """
     batch, longer = cell["batch"], SHORT + cell["num_tokens"]
-    is_adaptive = speculative is not None and speculative.get("enable_adaptive_verification", False)
-    answer(engine, cell, longer if is_adaptive else SHORT)  # adaptive verification learns acceptance first
+    answer(engine, cell, longer)  # clocks settle, and adaptive verification learns acceptance
     runs = [[answer(engine, cell, length) for _ in range(3)] for length in (SHORT, longer)]
     short, long = (sorted(found, key=lambda item: item.seconds)[1] for found in runs)
     seconds = long.seconds - short.seconds
