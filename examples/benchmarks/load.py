@@ -5,7 +5,7 @@
 
 Weights are random with a real shape. Prompts have 64 to 4,096 tokens (log-uniform) and answers 32 to 512 (uniform), the
 same in every arm. An untimed run comes first and passes through all batch sizes, so that kernels are compiled and
-graphs captured, and adaptive widths learn; it is the same in every arm. Random weights accept almost nothing.
+graphs captured, and adaptive widths learn. It is the same in both programs. Random weights accept almost nothing.
 `--acceptance` forces a mean, and rows then say `synthetic`; vLLM's own synthetic mode draws from the same distribution.
 With an arm of vLLM or with `--pair`, one pair is written to disk first, and both programs read its files. Watts and MHz
 are means of one `nvidia-smi` that samples every arm of both programs, over the timed run alone. Times to the first
