@@ -27,6 +27,7 @@ import short_prompts
 import snapshot_policies
 import step_time
 import tensor_parallel
+import trees
 import tune_times
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.candidates import candidates_for
@@ -324,6 +325,25 @@ def test_steps_of_a_target_with_experts_say_how_many_are_read(
     assert "experts ms" in capsys.readouterr().out
 
 
+def test_trees_are_timed_beside_blocks_with_forced_acceptance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every draft is accepted, so the expected numbers of tokens are the drawn ones: 5 at most from a tree of 4."""
+    monkeypatch.setattr(draft_kinds, "ROUNDS", 2)
+    given = ("--batches", "2", "--context", "24", "--steps", "4", "--widths", "4,16", "--block", "16")
+    code, rows = run(trees, monkeypatch, tmp_path / "rows.jsonl", *given, "--trees", "4=5,20=16")
+    assert code == 0
+    assert [row["arm"] for row in rows] == ["plain", "block 4", "block 16", "tree 4", "tree 20"]
+    assert [row["rows"] for row in rows] == [1, 4, 16, 5, 21]
+    assert [row["acceptance_achieved"] for row in rows] == [None, 4, 16, 5, 16]
+    for row in rows:
+        assert row["acceptance_expected"] == pytest.approx(row["acceptance_achieved"] or 1)
+        assert row["tokens_per_second"] == pytest.approx(2000 * row["acceptance_expected"] / row["ms"])
+    block = max(row["tokens_per_second"] for row in rows[1:3])
+    assert [row["block_gain"] * block for row in rows] == pytest.approx([row["tokens_per_second"] for row in rows])
+    assert capsys.readouterr().out.split()[:3] == ["arm", "batch", "rows"]
+
+
 def test_each_kind_drafts_as_many_tokens() -> None:
     base = pairs.model_configs(SHAPES["small"])[1]
     configs = [draft_kinds.kind_config(base, kind, 8) for kind in draft_kinds.KINDS]
@@ -365,6 +385,16 @@ def test_a_profiled_step_has_nodes_idle_time_and_a_waterfall(
     shown = capsys.readouterr().out
     assert re.search(r"\b1\.00 ms in 2 ", shown)
     assert re.search(r"\+ gaps: measured +\d", shown)
+
+
+@pytest.mark.gpu
+def test_trees_are_timed_as_captured_steps_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ("--device", "cuda:0", "--batches", "1,4", "--context", "64", "--steps", "22", "--trees", "8=4,64=6")
+    code, rows = run(trees, monkeypatch, tmp_path / "rows.jsonl", *arguments)
+    assert code == 0, [row for row in rows if row["kind"] == "failure"]
+    assert [row["graphs"] for row in rows] == [True] * 14
+    for row in rows:
+        assert row["nodes"] > 10
 
 
 @pytest.mark.gpu

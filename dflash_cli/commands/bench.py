@@ -9,6 +9,7 @@ from dflash_cli.terminal.options import GateFileOptions, PairOptions, PromptOpti
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.sampling_options import BlockOptions, RivalOptions
 from dflash_cli.terminal.shown import Shown, Table
+from dflash_runtime.config import MAX_TREE_NODES
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from dflash_cli.acceptance.intervals.statistics import Interval
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.generation.prompt_source import PromptSource
-    from dflash_cli.tuning.speed import BatchSpeed, BenchDocument, Speed, SpeedRequest
+    from dflash_cli.tuning.batch_speeds import BatchSpeed, BenchDocument, Speed
+    from dflash_cli.tuning.speed import SpeedRequest
     from dflash_cli.tuning.step_parts import StepParts
 
 SPEED_COLUMNS = ("batch", "plain tokens/s", "drafting tokens/s", "speedup", "tokens per step")
@@ -51,6 +53,13 @@ class BenchRequest(
             help="Rounds to time, each with the next prompts, plus one untimed warm-up round.",
         ),
     ] = 4  # fmt: skip
+    tree: Annotated[
+        tuple[int, ...],
+        Option(
+            metavar="N,...", min=1, max=MAX_TREE_NODES, group=MEASURING,
+            help="Also measure trees of N draft tokens per step instead of one block.",
+        ),
+    ] = ()  # fmt: skip
     min_speedup: Annotated[
         float | None,
         Option(
@@ -85,7 +94,7 @@ class Bench(Shown):
 
     @property
     def document(self) -> "BenchDocument":
-        from dflash_cli.tuning.speed import BenchDocument
+        from dflash_cli.tuning.batch_speeds import BenchDocument
 
         return BenchDocument(
             draft=self.session.references["draft"],
@@ -138,7 +147,7 @@ def bench(request: BenchRequest) -> Bench:
     choice = choose_prompts(request, session, given)
     plan = speed_request(
         session, choice.rows, request.concurrency, max_new_tokens=request.max_new_tokens, num_rounds=request.rounds,
-        chat=choice.chat, rivals=request.rivals,
+        chat=choice.chat, rivals=request.rivals, trees=request.tree,
     )  # fmt: skip
     return Bench(session=session, plan=plan, source=choice.source, speeds=_measure(session, plan))
 
@@ -151,7 +160,7 @@ def command(request: BenchRequest) -> None:
         console.warn(notice)
     if request.min_speedup is not None:
         from dflash_cli.documents.junit import gate_written
-        from dflash_cli.tuning.speed import check_speedup
+        from dflash_cli.tuning.batch_speeds import check_speedup
 
         with gate_written(request.gate_out, "dflash bench", f"speedup of at least {request.min_speedup:g}"):
             doubt = check_speedup(found.speeds, request.min_speedup)
@@ -181,6 +190,13 @@ def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpee
 def _headline(speeds: "Sequence[BatchSpeed]") -> str:
     found = (f"{_text(speed.speedup, speed.speedup_interval)} at batch {speed.batch}" for speed in speeds)
     lines = ["speedup by drafting: " + ", ".join(found)]
+    gains = [
+        f"{_text(tree.gain, tree.gain_interval)} at batch {speed.batch} ({tree.num_nodes} tokens)"
+        for speed in speeds
+        if (tree := max(speed.trees, key=lambda item: item.gain, default=None)) is not None
+    ]
+    if gains:
+        lines.append("best tree against a block: " + ", ".join(gains))
     leads = [
         f"{_text(best.lead, best.lead_interval)} at batch {speed.batch} ({best.name})"
         for speed in speeds
@@ -210,7 +226,7 @@ def _print(speeds: "Sequence[BatchSpeed]") -> None:
 
 
 def _rows(speed: "BatchSpeed") -> list[tuple[str, ...]]:
-    """The row of a batch size, rows of adaptive width and of a row budget if they were timed, and of each rival."""
+    """The row of a batch size, and of each other way that was timed: adaptive width, row budget, trees, rivals."""
     rows = [_row(speed.plain, str(speed.batch), speed.speculative, speed.speedup, speed.speedup_interval)]
     if speed.adaptive is not None and speed.adaptive_speedup is not None:
         name, interval = f"{speed.batch} adaptive", speed.adaptive_speedup_interval
@@ -218,6 +234,9 @@ def _rows(speed: "BatchSpeed") -> list[tuple[str, ...]]:
     if speed.budget is not None and speed.budget_speedup is not None:
         name, interval = f"{speed.batch} budget", speed.budget_speedup_interval
         rows.append(_row(speed.plain, name, speed.budget, speed.budget_speedup, interval))
+    for tree in speed.trees:
+        name = f"{speed.batch} tree {tree.num_nodes}"
+        rows.append(_row(speed.plain, name, tree.speed, tree.speedup, tree.speedup_interval))
     for rival in speed.rivals:
         name = f"{speed.batch} {rival.name}"
         rows.append(_row(speed.plain, name, rival.speed, rival.speedup, rival.speedup_interval))

@@ -44,7 +44,7 @@ KINDS: Mapping[str, Kind] = {
         "The first line of a file of eval-acceptance --output; every further line is an answer",
         ("acceptance.journal:JournalHead",),
     ),
-    "bench": _printed("bench", "tuning.speed:BenchDocument"),
+    "bench": _printed("bench", "tuning.batch_speeds:BenchDocument"),
     "card": _printed("card", "publishing.model_card:CardDocument"),
     "compare": _printed("compare", "comparing.comparison_report:CompareDocument"),
     "conversion": Kind("conversion.json beside a converted draft", ("conversion.manifest:Manifest",)),

@@ -10,23 +10,20 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 
-from dflash_cli.acceptance.intervals.statistics import Interval, value_text
+from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.generation.loaded_pair import PairSession
-from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation, PromptRow
-from dflash_cli.generation.run_facts import PairRun
-from dflash_cli.tuning.round_intervals import CONFIDENCE, half_width, mean_interval
+from dflash_cli.tuning.batch_speeds import BatchSpeed, RivalSpeed, Speed, TreeSpeed, Window, step_times
+from dflash_cli.tuning.round_intervals import CONFIDENCE, half_width
 from dflash_cli.tuning.step_parts import StepParts, silence_draft, silence_target
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.documents import NOT_REQUIRED, computed_key
-from dflash_runtime.errors import GateFailed, UsageError
+from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.warm_up import step_modes
@@ -34,103 +31,13 @@ from dflash_runtime.warm_up import step_modes
 MIN_STEPS = 4
 """Fewest steps of a round."""
 
-Window = tuple[int, int, float]
-"""Tokens, steps and seconds of a round while all its requests ran."""
-
 PART_TOKENS = 32
 """Tokens of an answer with either model left out. Each token after the first takes a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """Decoding at one batch size, over all its rounds."""
-
-    tokens_per_second: float
-    step_ms: float
-    tokens_per_step: Annotated[float, "of one request"]
-    step_ms_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
-
-    @classmethod
-    def of(cls, windows: Sequence[Window], batch: int) -> "Speed":
-        """Return the speed over all rounds together."""
-        num_tokens, num_steps, seconds = (sum(column) for column in zip(*windows, strict=True))
-        return cls(
-            tokens_per_second=num_tokens / seconds,
-            step_ms=1000 * seconds / num_steps,
-            tokens_per_step=num_tokens / num_steps / batch,
-            step_ms_interval=mean_interval(_step_times(windows)),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RivalSpeed:
-    """Drafting without a draft model at one batch size: a lookup in each request's own text."""
-
-    name: Annotated[str, "ngram or suffix"]
-    speed: Speed
-    speedup: Annotated[float, "over plain decoding"]
-    speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
-    lead: Annotated[float, "tokens per second with the draft, divided by tokens per second of this lookup"]
-    lead_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSpeed:
-    """A pair's speed at one batch size: without the draft, with the draft, with adaptive width or a row budget, rivals.
-
-    `adaptive` and `budget` are None if steps are not CUDA graphs, because both need them.
-    """
-
-    batch: int
-    plain: Speed
-    speculative: Speed
-    parts: StepParts | None = None
-    adaptive: Speed | None = None
-    speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds; null with one round"] = None
-    adaptive_speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
-    budget: Annotated[Speed | None, NOT_REQUIRED, "rows to the draft tokens that are most likely accepted"] = None
-    budget_speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
-    rivals: Annotated[tuple[RivalSpeed, ...], NOT_REQUIRED, "drafting without a draft model"] = ()
-
-    @property
-    @computed_key
-    def speedup(self) -> float:
-        """Tokens per second with the draft, divided by tokens per second without it."""
-        return self.speculative.tokens_per_second / self.plain.tokens_per_second
-
-    @property
-    @computed_key
-    def adaptive_speedup(self) -> float | None:
-        """Tokens per second with adaptive width, divided by tokens per second without the draft."""
-        return self.adaptive.tokens_per_second / self.plain.tokens_per_second if self.adaptive is not None else None
-
-    @property
-    @computed_key
-    def budget_speedup(self) -> float | None:
-        """Tokens per second with a row budget, divided by tokens per second without the draft."""
-        return self.budget.tokens_per_second / self.plain.tokens_per_second if self.budget is not None else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchDocument:
-    """Result of `dflash bench`."""
-
-    KIND: ClassVar[str] = "bench"
-
-    draft: str | None
-    target: str | None
-    num_speculative_tokens: int
-    max_new_tokens: int
-    num_rounds: int
-    num_prompts: Annotated[int, "prompts that the rounds can take"]
-    prompts: PromptSource
-    batches: tuple[BatchSpeed, ...]
-    measured: PairRun
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedRequest:
-    """Prompts as token ids, batch sizes, the number and length of rounds, and names of lookups to compare with.
+    """Prompts as token ids, batch sizes, the number and length of rounds, and arms to compare with.
 
     Every round takes the next prompts and starts again after the last one.
     """
@@ -139,7 +46,8 @@ class SpeedRequest:
     batches: Sequence[int]
     max_new_tokens: int
     num_rounds: int
-    rivals: Sequence[str] = ()
+    rivals: Annotated[Sequence[str], "names of lookups"] = ()
+    trees: Annotated[Sequence[int], "numbers of drafted tokens"] = ()
 
     def rounds(self, batch: int) -> list[list[Sequence[int]]]:
         """Return the prompts of each round of a batch size."""
@@ -148,7 +56,7 @@ class SpeedRequest:
 
     def num_runs(self, pair: LoadedPair) -> int:
         """Return the number of rounds to run, including a warm-up round for each measurement."""
-        return len(self.batches) * len(_arms(pair, self.rivals)) * (self.num_rounds + 1)
+        return len(self.batches) * len(_arms(pair, self)) * (self.num_rounds + 1)
 
 
 def smallest(config: EngineConfig) -> EngineConfig:
@@ -165,6 +73,7 @@ def speed_request(
     num_rounds: int,
     chat: bool,
     rivals: Sequence[str] = (),
+    trees: Sequence[int] = (),
 ) -> SpeedRequest:
     """Return the request for these rows, with at most as many prompts as the rounds of the largest batch take."""
     assert session.llm.num_draft_tokens, "a pair that drafts"
@@ -172,8 +81,9 @@ def speed_request(
     turns = rows[: max(batches) * num_rounds]
     prompts = [Conversation(row).next_prompt(session.tokenizer, chat=chat) for row in turns]
     return SpeedRequest(
-        prompts=prompts, batches=batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, rivals=rivals
-    )
+        prompts=prompts, batches=batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, rivals=rivals,
+        trees=sorted({*trees}),
+    )  # fmt: skip
 
 
 def measure_speeds(
@@ -183,16 +93,15 @@ def measure_speeds(
 
     Raises:
         UsageError: answers are too short to measure.
+        UnsupportedError: see `LoadedPair.with_tree`.
         RequestError: a prompt does not fit the model.
     """
-    count, arms = counting(observe), _arms(pair, request.rivals)
+    count, arms = counting(observe), _arms(pair, request)
     for batch in request.batches:
-        found = dict(zip(arms, measure_rounds([*arms.values()], request, batch, count), strict=True))
-        speeds = {name: Speed.of(windows, batch) for name, windows in found.items()}
+        found = _Found(batch, dict(zip(arms, measure_rounds([*arms.values()], request, batch, count), strict=True)))
+        speeds, windows = found.speeds, found.windows
         intervals = {
-            name: _ratio_interval(found[name], found["plain"], speeds[name], speeds["plain"])
-            for name in ("speculative", "adaptive", "budget")
-            if name in found
+            name: found.ratio(name, "plain")[1] for name in ("speculative", "adaptive", "budget") if name in speeds
         }
         yield BatchSpeed(
             batch=batch,
@@ -203,38 +112,56 @@ def measure_speeds(
             adaptive_speedup_interval=intervals.get("adaptive"),
             budget=speeds.get("budget"),
             budget_speedup_interval=intervals.get("budget"),
-            parts=StepParts.of_steps(*(_step_times(found[name]) for name in ("speculative", "no draft", "no target"))),
-            rivals=tuple(_rival(name, found, speeds) for name in request.rivals),
+            parts=StepParts.of_steps(*(step_times(windows[name]) for name in ("speculative", "no draft", "no target"))),
+            trees=tuple(found.tree(num_nodes) for num_nodes in request.trees),
+            rivals=tuple(found.rival(name) for name in request.rivals),
         )
 
 
-def _rival(name: str, found: Mapping[str, Sequence[Window]], speeds: Mapping[str, Speed]) -> RivalSpeed:
-    own, plain, drafting = (speeds[arm].tokens_per_second for arm in (name, "plain", "speculative"))
-    return RivalSpeed(
-        name=name,
-        speed=speeds[name],
-        speedup=own / plain,
-        speedup_interval=_ratio_interval(found[name], found["plain"], speeds[name], speeds["plain"]),
-        lead=drafting / own,
-        lead_interval=_ratio_interval(found["speculative"], found[name], speeds["speculative"], speeds[name]),
-    )
+class _Found:
+    """The timed rounds of each arm at one batch size, and its speed."""
+
+    def __init__(self, batch: int, windows: Mapping[str, Sequence[Window]]) -> None:
+        self.windows = windows
+        self.speeds = {name: Speed.of(of_arm, batch) for name, of_arm in windows.items()}
+
+    def ratio(self, name: str, other: str) -> tuple[float, Interval | None]:
+        """Return how many times as fast as `other` an arm is, in tokens per second, with the interval over rounds."""
+        one, two = self.speeds[name], self.speeds[other]
+        interval = _ratio_interval(self.windows[name], self.windows[other], one, two)
+        return one.tokens_per_second / two.tokens_per_second, interval
+
+    def tree(self, num_nodes: int) -> TreeSpeed:
+        name = _tree_name(num_nodes)
+        (speedup, speedup_interval), (gain, gain_interval) = self.ratio(name, "plain"), self.ratio(name, "speculative")
+        return TreeSpeed(
+            num_nodes=num_nodes, speed=self.speeds[name], speedup=speedup, speedup_interval=speedup_interval,
+            gain=gain, gain_interval=gain_interval,
+        )  # fmt: skip
+
+    def rival(self, name: str) -> RivalSpeed:
+        (speedup, speedup_interval), (lead, lead_interval) = self.ratio(name, "plain"), self.ratio("speculative", name)
+        return RivalSpeed(
+            name=name, speed=self.speeds[name], speedup=speedup, speedup_interval=speedup_interval,
+            lead=lead, lead_interval=lead_interval,
+        )  # fmt: skip
 
 
-def _arms(pair: LoadedPair, rivals: Sequence[str]) -> "dict[str, Arm]":
-    """Return the arms of a comparison: without and with the draft, with adaptive width, rivals, without each model."""
+def _tree_name(num_nodes: int) -> str:
+    return f"tree {num_nodes}"
+
+
+def _arms(pair: LoadedPair, request: SpeedRequest) -> "dict[str, Arm]":
+    """Return the arms of a comparison: without and with the draft, in other ways, rivals, without each model."""
     return {
         "plain": Arm(pair.without_draft()),
         "speculative": Arm(pair),
         **{name: Arm(chosen) for name, chosen in _choosing(pair).items()},
-        **{name: Arm(pair.with_lookup(name)) for name in rivals},
+        **{_tree_name(number): Arm(pair.with_tree(number)) for number in request.trees},
+        **{name: Arm(pair.with_lookup(name)) for name in request.rivals},
         "no draft": Arm(silence_draft(pair), max_new_tokens=PART_TOKENS),
         "no target": Arm(silence_target(pair), max_new_tokens=PART_TOKENS),
     }
-
-
-def _step_times(windows: Sequence[Window]) -> list[float]:
-    """Return the milliseconds of a step in each round."""
-    return [1000 * seconds / num_steps for _, num_steps, seconds in windows]
 
 
 def _ratio_interval(windows: Sequence[Window], plain: Sequence[Window], one: Speed, other: Speed) -> Interval | None:
@@ -251,30 +178,6 @@ def counting(observe: Callable[[int], None]) -> Callable[[], None]:
     """Return a function that tells `observe` how often it was called."""
     numbers = itertools.count(1)
     return lambda: observe(next(numbers))
-
-
-def check_speedup(speeds: Sequence[BatchSpeed], minimum: float) -> Notice | None:
-    """Require a speed-up of at least `minimum` at every batch size. Returns a warning if chance may explain it.
-
-    Raises:
-        GateFailed: naming the batch size with the lowest speed-up.
-    """
-    worst = min(speeds, key=lambda item: item.speedup)
-    if worst.speedup < minimum:
-        raise GateFailed(
-            f"speedup {worst.speedup:.2f} at batch {worst.batch}, expected at least {minimum:g}",
-            id="speedup-too-low",
-            field=f"speedup at batch {worst.batch}",
-            found=worst.speedup,
-            expected=f"at least {minimum:g}",
-        )
-    unsure = [item for item in speeds if item.speedup_interval is not None and item.speedup_interval.low < minimum]
-    if not unsure:
-        return None
-    found = ", ".join(
-        f"batch {item.batch} ({value_text(item.speedup, item.speedup_interval, '.2f')})" for item in unsure
-    )
-    return Notice(f"a speedup below {minimum:g} is possible at {found}; more --rounds decide", id="speedup-uncertain")
 
 
 @dataclass(frozen=True, slots=True)

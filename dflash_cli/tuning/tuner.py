@@ -33,8 +33,6 @@ from dflash_cli.tuning.step_costs import (
 )
 from dflash_cli.tuning.what_if import WhatIf, changes_nothing, refuse_rounding, rounded
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.device.attention import check_capability
-from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 
@@ -138,8 +136,8 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
     trained, confidence = session.llm.num_draft_tokens, request.evaluation.confidence
     given = read_step_costs(request.step_times, trained) if request.step_times is not None else None
     candidates = candidates_for(_numbers(request, trained, given), trained, request.trees)
-    if request.trees:
-        _check_trees(session.llm.pair)
+    for number in request.trees:
+        session.llm.pair.with_tree(number)  # raises before anything is measured
     if given is not None:
         given = _at_batches(given, request)
     for item in request.what_ifs:
@@ -179,15 +177,6 @@ def _budget_gains(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts)
         if len(widths) > 1 and whole.num_speculative_tokens + 1 in widths:
             found += budget_gains(evaluations[whole].blocks, batch, widths)
     return found
-
-
-def _check_trees(pair: LoadedPair) -> None:
-    """Refuse a pair that cannot verify trees. Raises the errors of `check_capability`."""
-    assert pair.draft is not None, "a pair that drafts"
-    placement = pair.placement
-    check_capability(
-        placement.kernels.name, pair.target.config, pair.draft.config, placement.dtype_name, has_trees=True
-    )  # fmt: skip
 
 
 def _at_batches(given: StepCosts, request: TuningPlan) -> StepCosts:

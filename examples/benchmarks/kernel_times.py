@@ -218,6 +218,24 @@ def token_cases(requests: int) -> list[Case]:
     return cases
 
 
+def tree_cases(requests: int, nodes: int) -> list[Case]:
+    """Build trees from candidates of 15 positions, in one launch and as the reference. The error counts other trees."""
+    logits = torch.randn(requests, 15, VOCAB, device="cuda") * 4
+    log_probs, ids = logits.log_softmax(-1).topk(nodes, dim=-1)
+    given = log_probs[:, :, None].contiguous(), ids, nodes
+    tree, expected = KERNELS.build_tree(*given), REFERENCE.build_tree(*given)
+    wrong = max(float((own != other).double().mean()) for own, other in zip(tree, expected, strict=True))
+    words = KERNELS.ancestor_words(tree.parents, 15)
+    is_other = float((words != REFERENCE.ancestor_words(tree.parents, 15)).double().mean())
+    name = f"R {requests} nodes {nodes}"
+    return [
+        (f"build_tree {name}", lambda: KERNELS.build_tree(*given), wrong, 0.0),
+        (f"build_tree {name}, reference", lambda: REFERENCE.build_tree(*given), 0.0, 0.0),
+        (f"ancestor_words {name}", lambda: KERNELS.ancestor_words(tree.parents, 15), is_other, 0.0),
+        (f"ancestor_words {name}, reference", lambda: REFERENCE.ancestor_words(tree.parents, 15), 0.0, 0.0),
+    ]
+
+
 def sweep(bandwidth: float) -> None:
     """Time the passes over logits with many launch parameters; * marks the parameters of `launch_config`."""
     print(f"{'pass':16s} {'T':>4s} {'tile':>6s} {'warps':>6s} {'us':>9s} {'floor':>8s}")
@@ -280,6 +298,8 @@ def makers() -> list[Callable[[], list[Case]]]:
     for build in (lambda: Softmax(50.0), lambda: Softmax(sinks=normal(HEADS))):
         made.append(lambda b=build: [attention_case(8, 4096, ROWS, is_causal=True, softmax=b())])  # type: ignore[misc]
     made.append(lambda: [attention_case(1, 0, 2048, is_causal=True), attention_case(1, 2048, 2048, is_causal=True)])
+    for requests, nodes in ((1, 8), (1, 64), (4, 64)):
+        made.append(lambda r=requests, n=nodes: tree_cases(r, n))  # type: ignore[misc]
     for requests in (1, 8, 32):
         made.append(lambda r=requests: small_cases(r))  # type: ignore[misc]
         made.append(lambda r=requests: token_cases(r))  # type: ignore[misc]

@@ -6,7 +6,7 @@ than its beginning, so these paths form a tree. Source: arXiv 2604.12989 (DDTree
 distribution for each candidate of the position before; a path has the product along its own candidates.
 
 Row 0 of a tree is the anchor. Row i is node i - 1, and the row of a parent is lower than the rows of its children.
-Everything here is a fixed number of torch operations with shapes that depend only on sizes, so graphs capture it.
+The references are a fixed number of torch operations with shapes that depend only on sizes, so graphs capture them.
 
 Axis letters: R requests, K positions of a block, B candidates of the position before, C candidates, N nodes, M rows
 (N + 1), S words of 64 bits.
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of_2, require, tl, warps_for
 
 WORD_BITS = 64
 
@@ -32,7 +34,7 @@ class Tree(NamedTuple):
     """number of tokens from the anchor to the node: 1 to K"""
 
 
-def build_tree(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree:
+def build_tree_ref(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree:
     """Return the `num_nodes` most likely paths of each request.
 
     log_probs  [R, K, B, C]; NaN counts as -inf, and a candidate of -inf is left out. With B = 1 every candidate of the
@@ -96,7 +98,7 @@ def _pairs(num_nodes: int, num_candidates: int, is_sorted: bool, device: torch.d
     return path, place
 
 
-def ancestor_words(parents: Tensor, num_positions: int) -> Tensor:
+def ancestor_words_ref(parents: Tensor, num_positions: int) -> Tensor:
     """Return the set of each row's ancestors, the row itself included, as bits: [R, N] parents -> [R, M, S] int64.
 
     Bit `j % 64` of word `j // 64` stands for row j. `num_positions` is the greatest depth of a node.
@@ -110,6 +112,136 @@ def ancestor_words(parents: Tensor, num_positions: int) -> Tensor:
     for _ in range(num_positions.bit_length()):  # each round doubles the number of known ancestors
         words = words | words.gather(1, above[:, :, None].expand_as(words))
         above = above.gather(1, above)
+    return words
+
+
+PLACE_BITS, ROW_BITS, DEPTH_BITS = 12, 9, 10
+"""Bits of a candidate's place, of a parent's row and of a depth in a key. Together they are 31 bits."""
+
+_TL_ROW_SHIFT, _TL_DEPTH_SHIFT = constexpr(PLACE_BITS), constexpr(PLACE_BITS + ROW_BITS)
+_TL_PLACE_MASK, _TL_ROW_MASK = constexpr((1 << PLACE_BITS) - 1), constexpr((1 << ROW_BITS) - 1)
+_TL_DEPTH_MASK = constexpr((1 << DEPTH_BITS) - 1)
+_TL_NO_CHILD = constexpr(2**63 - 1)  # the key after the keys of all nodes
+
+
+@jit
+def _first_child(
+    log_probs, place, row, depth, score, before, after,
+    NUM_POSITIONS: tl.constexpr, NUM_BEFORE: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Return the key of the first child of a row after the key `after`, or the key of no node.
+
+    A lower key has a higher score. Equal scores rank by the lower half of the key: depth, parent's row, place.
+    """
+    first = (depth - 1) * (NUM_BEFORE * NUM_CANDIDATES)
+    if NUM_BEFORE > 1:
+        first += before * NUM_CANDIDATES
+    is_candidate = (place < NUM_CANDIDATES) & (depth <= NUM_POSITIONS)
+    total = score + tl.load(log_probs + first + place, mask=is_candidate, other=float("-inf"))
+    bits = total.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits & 0x7FFFFFFF, ~bits)
+    lower = (depth << _TL_DEPTH_SHIFT) | (row << _TL_ROW_SHIFT) | place
+    key = (ordered.to(tl.int64) << 32) | lower
+    return tl.min(tl.where((total > float("-inf")) & (key > after), key, _TL_NO_CHILD), 0)
+
+
+@jit(do_not_specialize=["num_nodes"])
+def _build_tree_kernel(
+    log_probs, token_ids, ids, parents, depths, num_nodes,
+    NUM_POSITIONS: tl.constexpr, NUM_BEFORE: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_C: tl.constexpr,
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    log_probs += request * (NUM_POSITIONS * NUM_BEFORE * NUM_CANDIDATES)
+    token_ids += request * (NUM_POSITIONS * NUM_CANDIDATES)
+    place, row = tl.arange(0, TILE_C).to(tl.int64), tl.arange(0, TILE_M)
+    zero = tl.zeros((), tl.int64)
+    least = tl.full((), -(2**63), tl.int64)
+    score = tl.zeros((), tl.float32)
+    child = _first_child(
+        log_probs, place, zero, zero + 1, score, zero, least, NUM_POSITIONS, NUM_BEFORE, NUM_CANDIDATES
+    )
+    keys = tl.where(row == 0, child, _TL_NO_CHILD)  # each row's first child that is not a node yet
+    scores = tl.zeros((TILE_M,), tl.float32)
+    places = tl.zeros((TILE_M,), tl.int64)
+    for node in range(num_nodes):
+        key = tl.min(keys, 0)
+        is_node = key != _TL_NO_CHILD
+        depth = (key >> _TL_DEPTH_SHIFT) & _TL_DEPTH_MASK
+        parent = (key >> _TL_ROW_SHIFT) & _TL_ROW_MASK
+        chosen = key & _TL_PLACE_MASK
+        token = tl.load(token_ids + (depth - 1) * NUM_CANDIDATES + chosen, mask=is_node, other=-1)
+        tl.store(ids + request * num_nodes + node, token)
+        tl.store(parents + request * num_nodes + node, tl.where(is_node, parent, 0))
+        tl.store(depths + request * num_nodes + node, tl.where(is_node, depth, 1))
+        parent_score = tl.sum(tl.where(row == parent, scores, 0.0), 0)
+        parent_place = tl.sum(tl.where(row == parent, places, 0), 0)
+        sibling = _first_child(
+            log_probs, place, parent, depth, parent_score, parent_place, key, NUM_POSITIONS, NUM_BEFORE, NUM_CANDIDATES
+        )
+        ordered = (key >> 32).to(tl.int32)
+        score = tl.where(ordered < 0, ~ordered, ordered | -0x80000000).to(tl.float32, bitcast=True)
+        own = zero + node + 1
+        child = _first_child(
+            log_probs, place, own, depth + 1, score, chosen, least, NUM_POSITIONS, NUM_BEFORE, NUM_CANDIDATES
+        )
+        keys = tl.where(is_node & (row == parent), sibling, tl.where(row == own, child, keys))
+        scores = tl.where(row == own, score, scores)
+        places = tl.where(row == own, chosen, places)
+
+
+def build_tree(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree:
+    """Compute `build_tree_ref` in one launch, one program per request.
+
+    A program adds one node after another: the most likely child that any row has left. This gives the same order as
+    growing levels, because a parent and better siblings always come first. It needs log-probabilities of at most 0.
+    """
+    check_tensors(log_probs, token_ids)
+    num_requests, num_positions, num_before, num_candidates = log_probs.shape
+    require(log_probs.dtype == torch.float32, "log_probs", "float32")
+    require(token_ids.shape == (num_requests, num_positions, num_candidates), "token_ids", "one per candidate")
+    require(num_candidates <= 1 << PLACE_BITS, "log_probs", f"at most {1 << PLACE_BITS} candidates")
+    require(num_positions < (1 << DEPTH_BITS) - 1, "log_probs", "fewer positions")
+    require(0 < num_nodes < 1 << ROW_BITS, "num_nodes", f"1 to {(1 << ROW_BITS) - 1}")
+    tree = Tree(*(token_ids.new_empty((num_requests, num_nodes)) for _ in Tree._fields))
+    if num_requests:
+        _build_tree_kernel[(num_requests,)](
+            log_probs.contiguous(), token_ids.contiguous(), *tree, num_nodes, NUM_POSITIONS=num_positions,
+            NUM_BEFORE=num_before, NUM_CANDIDATES=num_candidates, TILE_M=power_of_2(num_nodes + 1),
+            TILE_C=power_of_2(num_candidates), num_warps=1,
+        )  # fmt: skip
+    return tree
+
+
+@jit(do_not_specialize=["num_nodes"])
+def _ancestor_words_kernel(
+    parents, words, num_nodes, num_positions, NUM_WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_S: tl.constexpr
+):  # fmt: skip
+    request = tl.program_id(0).to(tl.int64)
+    row, word = tl.arange(0, TILE_M).to(tl.int64), tl.arange(0, TILE_S)
+    current = row
+    found = tl.zeros((TILE_M, TILE_S), tl.int64)
+    for _ in range(num_positions + 1):
+        bit = tl.full((TILE_M,), 1, tl.int64) << current % 64
+        found |= tl.where((current // 64)[:, None] == word[None, :], bit[:, None], 0)
+        is_above = (current > 0) & (current <= num_nodes)
+        current = tl.load(parents + request * num_nodes + current - 1, mask=is_above, other=0)
+    target = (request * (num_nodes + 1) + row)[:, None] * NUM_WORDS + word[None, :]
+    tl.store(words + target, found, mask=(row <= num_nodes)[:, None] & (word < NUM_WORDS)[None, :])
+
+
+def ancestor_words(parents: Tensor, num_positions: int) -> Tensor:
+    """Compute `ancestor_words_ref` in one launch, one program per request. Each row walks up to the anchor."""
+    check_tensors(parents)
+    num_requests, num_nodes = parents.shape
+    num_words = -(-(num_nodes + 1) // WORD_BITS)
+    words = parents.new_empty((num_requests, num_nodes + 1, num_words))
+    if num_requests:
+        tile_m, tile_s = power_of_2(num_nodes + 1), power_of_2(num_words)
+        _ancestor_words_kernel[(num_requests,)](
+            parents.contiguous(), words, num_nodes, num_positions, NUM_WORDS=num_words, TILE_M=tile_m, TILE_S=tile_s,
+            num_warps=warps_for(tile_m * tile_s),
+        )  # fmt: skip
     return words
 
 

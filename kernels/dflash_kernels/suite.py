@@ -16,7 +16,7 @@ from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.delta_blocks import delta_blocks, delta_blocks_ref
 from dflash_kernels.delta_prompts import delta_prompts, delta_prompts_ref
 from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
-from dflash_kernels.draft_tree import Tree
+from dflash_kernels.draft_tree import Tree, ancestor_words, ancestor_words_ref, build_tree, build_tree_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.fp8_experts import fp8_experts, fp8_experts_ref
 from dflash_kernels.fp8_product import (
@@ -111,6 +111,8 @@ class Kernels:
     output_gate: Callable[[Tensor, Tensor], Tensor]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    build_tree: Callable[[Tensor, Tensor, int], Tree]
+    ancestor_words: Callable[[Tensor, int], Tensor]
     follow_tree: Callable[[Tree, Tensor, int], Path]
     move_rows: Callable[[Tensor, Tensor, Tensor], None]
     change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
@@ -155,6 +157,8 @@ REFERENCE = Kernels(
     output_gate=output_gate_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
+    build_tree=build_tree_ref,
+    ancestor_words=ancestor_words_ref,
     follow_tree=follow_tree_ref,
     move_rows=move_rows_ref,
     change_rows=change_rows_ref,
@@ -199,6 +203,8 @@ _TRITON = Kernels(
     output_gate=output_gate,
     open_step=open_step,
     close_step=close_step,
+    build_tree=build_tree,
+    ancestor_words=ancestor_words,
     follow_tree=follow_tree,
     move_rows=move_rows,
     change_rows=change_rows,

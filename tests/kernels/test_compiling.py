@@ -104,6 +104,9 @@ def calls():
         kernels.experts(normal(rows, 2880), *packed, *routed, clamped, biases)
     attention_calls(kernels, between_layers(normal(40, 16, 8, 128), normal(40, 16, 8, 128)))
     nodes, slots = torch.ones(2, 32, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
+    for before, count in some((1, 64), (16, 16)):
+        pairs = torch.empty(2, 15, before, count)
+        kernels.ancestor_words(kernels.build_tree(pairs, pairs[:, :, 0].long(), 64).parents, 15)
     kernels.follow_tree(Tree(nodes, nodes, nodes), torch.ones(2, 33, dtype=torch.int64), 8)
     kernels.move_rows(normal(40, 36, 2, 16, 1024), slots, slots)
     silu_mul(normal(40, 256))

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, block_attention_ref
-from dflash_kernels.draft_tree import Tree, ancestor_words, build_tree, is_ancestor
+from dflash_kernels.draft_tree import (
+    Tree,
+    ancestor_words,
+    ancestor_words_ref,
+    build_tree,
+    build_tree_ref,
+    is_ancestor,
+)
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.tree_attention import TreeRows, tree_attention, tree_attention_ref
 from dflash_kernels.tree_path import follow_tree, follow_tree_ref, move_rows, move_rows_ref
@@ -28,7 +35,7 @@ def random_candidates(num_requests: int, num_positions: int, num_candidates: int
 
 
 def random_tree(num_requests: int, num_positions: int, num_nodes: int, seed: int) -> Tree:
-    return build_tree(*random_candidates(num_requests, num_positions, num_nodes, seed), num_nodes)
+    return build_tree_ref(*random_candidates(num_requests, num_positions, num_nodes, seed), num_nodes)
 
 
 def likeliest_paths(log_probs: list[list[float]], token_ids: list[list[int]], num_nodes: int) -> list[tuple[int, ...]]:
@@ -56,7 +63,7 @@ def paths_of(tree: Tree, request: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("num_nodes", [1, 8, 16, 32, 64])
 def test_a_tree_has_the_paths_of_a_search_over_all_nodes(num_nodes: int) -> None:
     every = random_candidates(3, 7, VOCAB, seed=num_nodes)
-    tree = build_tree(every[0][..., :num_nodes], every[1][..., :num_nodes], num_nodes)
+    tree = build_tree_ref(every[0][..., :num_nodes], every[1][..., :num_nodes], num_nodes)
     for request in range(3):
         paths = likeliest_paths(every[0][request, :, 0].tolist(), every[1][request].tolist(), num_nodes)
         assert paths_of(tree, request) == paths
@@ -70,7 +77,7 @@ def test_a_tree_of_pairs_has_the_paths_of_a_search_over_all_nodes(num_nodes: int
     generator = torch.Generator().manual_seed(num_nodes)
     log_probs = (3 * torch.randn(2, 4, 3, 3, generator=generator, dtype=torch.float64)).log_softmax(-1).to(DEVICE)
     ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:3] for _ in range(8)]).view(2, 4, 3).to(DEVICE)
-    tree = build_tree(log_probs, ids, num_nodes)
+    tree = build_tree_ref(log_probs, ids, num_nodes)
     for request in range(2):
         found: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
         for path in (path for depth in range(1, 5) for path in itertools.product(range(3), repeat=depth)):
@@ -85,14 +92,14 @@ def test_a_tree_of_pairs_has_the_paths_of_a_search_over_all_nodes(num_nodes: int
 @pytest.mark.reference
 def test_equal_probabilities_rank_by_depth_then_parent_then_candidate() -> None:
     ids = torch.arange(6, device=DEVICE).view(1, 3, 2)
-    tree = build_tree(torch.zeros(1, 3, 1, 2, device=DEVICE), ids, 7)
+    tree = build_tree_ref(torch.zeros(1, 3, 1, 2, device=DEVICE), ids, 7)
     assert paths_of(tree, 0) == [(0,), (1,), (0, 2), (0, 3), (1, 2), (1, 3), (0, 2, 4)]
 
 
 @pytest.mark.reference
 def test_one_candidate_per_position_gives_a_chain_and_then_no_nodes() -> None:
     log_probs, ids = random_candidates(2, 5, 1, seed=3)
-    tree = build_tree(log_probs, ids, 7)
+    tree = build_tree_ref(log_probs, ids, 7)
     assert tree.token_ids.tolist() == [[*row, -1, -1] for row in ids[..., 0].tolist()]
     assert tree.parents[:, :5].tolist() == [[0, 1, 2, 3, 4]] * 2
     assert tree.depths[:, :5].tolist() == [[1, 2, 3, 4, 5]] * 2
@@ -101,15 +108,70 @@ def test_one_candidate_per_position_gives_a_chain_and_then_no_nodes() -> None:
 @pytest.mark.reference
 def test_candidates_without_a_probability_are_no_nodes() -> None:
     log_probs = torch.tensor([[[[-0.5, -math.inf]], [[math.nan, -math.inf]]]], device=DEVICE)
-    tree = build_tree(log_probs, torch.arange(4, device=DEVICE).view(1, 2, 2), 4)
+    tree = build_tree_ref(log_probs, torch.arange(4, device=DEVICE).view(1, 2, 2), 4)
     assert tree.token_ids.tolist() == [[0, -1, -1, -1]]
+
+
+def sorted_candidates(num_requests: int, num_positions: int, num_nodes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the float32 candidates of `num_nodes` nodes, with B = 1. The last request has many equal values."""
+    log_probs, ids = random_candidates(num_requests, num_positions, num_nodes, seed)
+    log_probs = log_probs.float()
+    log_probs[-1] = (log_probs[-1] / 2).round() * 2
+    log_probs[0, -1, 0, num_nodes // 2 :] = -math.inf
+    return log_probs, ids
+
+
+def paired_candidates(num_requests: int, num_positions: int, num_candidates: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return float32 candidates that depend on the candidate before. The last request has many equal values."""
+    shape = (num_requests, num_positions, num_candidates, num_candidates)
+    log_probs = (4 * normal(*shape, dtype=torch.float32, seed=seed)).log_softmax(-1)
+    log_probs[-1] = (log_probs[-1] / 4).round() * 4
+    log_probs[:, 1, 0, 1] = math.nan
+    log_probs[0, :, :, num_candidates // 2] = -math.inf
+    ids = torch.randperm(num_requests * num_positions * num_candidates).to(DEVICE)
+    return log_probs, ids.view(num_requests, num_positions, num_candidates)
+
+
+def assert_built_as_the_reference(log_probs: Tensor, ids: Tensor, num_nodes: int) -> None:
+    found, expected = build_tree(log_probs, ids, num_nodes), build_tree_ref(log_probs, ids, num_nodes)
+    for name, own, reference in zip(Tree._fields, found, expected, strict=True):
+        assert torch.equal(own, reference), name
+    words = ancestor_words(found.parents, ids.shape[1])
+    assert torch.equal(words, ancestor_words_ref(found.parents, ids.shape[1]))
+
+
+@pytest.mark.parametrize(("num_requests", "num_positions", "num_nodes"), [(2, 7, 16), (3, 3, 65), (1, 2, 1)])
+def test_one_launch_builds_the_tree_of_the_reference(num_requests: int, num_positions: int, num_nodes: int) -> None:
+    assert_built_as_the_reference(*sorted_candidates(num_requests, num_positions, num_nodes, seed=1), num_nodes)
+
+
+@pytest.mark.parametrize("num_nodes", [12, 40])
+def test_one_launch_builds_the_tree_of_pairs_of_the_reference(num_nodes: int) -> None:
+    """With 3 positions of 3 candidates, 40 nodes are more than there are paths."""
+    assert_built_as_the_reference(*paired_candidates(2, 3, 3, seed=2), num_nodes)
+
+
+def test_one_launch_ranks_equal_probabilities_as_the_reference() -> None:
+    log_probs = torch.zeros(1, 3, 1, 2, device=DEVICE)
+    assert_built_as_the_reference(log_probs, torch.arange(6, device=DEVICE).view(1, 3, 2), 7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_nodes", [8, 16, 32, 64, 256])
+@pytest.mark.parametrize("num_positions", [7, 15])
+@pytest.mark.parametrize("num_requests", range(1, 9))
+def test_trees_of_real_sizes_equal_the_reference(num_requests: int, num_positions: int, num_nodes: int) -> None:
+    for seed in range(5):
+        own = sorted_candidates(num_requests, num_positions, min(num_nodes, VOCAB), seed)
+        assert_built_as_the_reference(*own, num_nodes)
+        assert_built_as_the_reference(*paired_candidates(num_requests, num_positions, 16, seed), num_nodes)
 
 
 @pytest.mark.reference
 @pytest.mark.parametrize("num_nodes", [5, 63, 64, 130])
 def test_words_have_the_bits_of_a_row_and_its_ancestors(num_nodes: int) -> None:
     tree = random_tree(2, 15, num_nodes, seed=num_nodes)
-    found = is_ancestor(ancestor_words(tree.parents, 15))
+    found = is_ancestor(ancestor_words_ref(tree.parents, 15))
     for request, parents in enumerate(tree.parents.tolist()):
         expected = [{0}]
         for row, parent in enumerate(parents, start=1):
@@ -168,7 +230,7 @@ def test_the_rows_of_a_path_move_to_its_positions_and_no_other_row_changes(dtype
 
 def tree_rows(tree: Tree, num_positions: int) -> TreeRows:
     depths = torch.nn.functional.pad(tree.depths, (1, 0))
-    return TreeRows(depths, ancestor_words(tree.parents, num_positions))
+    return TreeRows(depths, ancestor_words_ref(tree.parents, num_positions))
 
 
 @pytest.mark.parametrize("dtype", SAMPLED_DTYPES)
@@ -208,7 +270,7 @@ def test_a_row_attends_as_the_last_row_of_its_path_alone(window: int | None, kin
 @pytest.mark.reference
 def test_a_chain_attends_as_a_causal_block() -> None:
     pages = random_pages([3, 70], 1, 32, 16, torch.float32, seed=3)
-    tree = tree_rows(build_tree(*random_candidates(2, 7, 1, seed=1), 7), 7)
+    tree = tree_rows(build_tree_ref(*random_candidates(2, 7, 1, seed=1), 7), 7)
     query, keys, values = (normal(2, 8, heads, 32, dtype=torch.float32, seed=heads) for heads in (3, 1, 1))
     given = (query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, pages.context_lens)
     expected = block_attention_ref(*given, is_causal=True, window=None, softmax=PLAIN)

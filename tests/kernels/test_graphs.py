@@ -11,7 +11,6 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.delta_prompts import PromptChunks
 from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
-from dflash_kernels.draft_tree import ancestor_words, build_tree
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS
 from dflash_kernels.mxfp4 import Packed, arrange_numbers, arrange_scales
@@ -254,8 +253,8 @@ def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def step_of_trees(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     """Build trees, attend along their paths, follow the choices of a target, and move rows."""
     probs, ids = at["p"][:, 1:].sort(dim=2, descending=True)
-    tree = build_tree(probs[:, :, None, : N - 1].log(), ids[:, :, : N - 1], N - 1)
-    rows = TreeRows(torch.nn.functional.pad(tree.depths, (1, 0)), ancestor_words(tree.parents, N - 1))
+    tree = kernels.build_tree(probs[:, :, None, : N - 1].log().float(), ids[:, :, : N - 1], N - 1)
+    rows = TreeRows(torch.nn.functional.pad(tree.depths, (1, 0)), kernels.ancestor_words(tree.parents, N - 1))
     cached = [at[name] for name in ("key_cache", "value_cache", "table", "lens")]
     attended = kernels.tree_attention(at["query"], at["keys"], at["values"], *cached, rows, window=20)
     path = kernels.follow_tree(tree, torch.cat((ids[:, :, 0], at["targets"][:, :1]), dim=1), N)

@@ -87,12 +87,19 @@ class KindTimes:
 
 def measure_kinds(random: RandomPair, cells: Sequence[KindCell], *, has_profile: bool) -> dict[str, KindTimes]:
     """Time the steps of all cells in turns: arm -> times."""
+    pairs = [with_kind(random, cell.arm, cell.num_rows) for cell in cells]
+    return measure_in_turns([*zip(pairs, cells, strict=True)], has_profile=has_profile)
+
+
+def measure_in_turns(arms: Sequence[tuple[RandomPair, Cell]], *, has_profile: bool) -> dict[str, KindTimes]:
+    """Time the steps of all arms in turns: name of the arm -> times. All engines are in memory together."""
+    cells = [cell for _, cell in arms]
     engines: dict[str, LLM] = {}
     rounds: dict[str, list[float]] = {cell.arm: [] for cell in cells}
     spans: dict[str, list[Span]] = {cell.arm: [] for cell in cells}
     try:
-        for cell in cells:
-            engines[cell.arm] = ready_engine(with_kind(random, cell.arm, cell.num_rows), cell)
+        for random, cell in arms:
+            engines[cell.arm] = ready_engine(random, cell)
         live = {arm: list(llm.engine.scheduler.live) for arm, llm in engines.items()}
         skipped = {arm: [len(request.steps) for request in requests] for arm, requests in live.items()}
         for turn in range(ROUNDS):

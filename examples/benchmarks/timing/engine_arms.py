@@ -47,7 +47,10 @@ def why_not_adaptive(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement of decode steps. `acceptance` is the forced mean, or None for real acceptance."""
+    """One measurement of decode steps. `acceptance` is the forced mean, or None for real acceptance.
+
+    A step verifies `verify_width` rows of a block, or trees of `num_nodes` drafted tokens if that is above 0.
+    """
 
     arm: str
     batch: int
@@ -55,6 +58,8 @@ class Cell:
     steps: int
     acceptance: float | None = None
     has_graphs: bool = True
+    verify_width: int | None = None
+    num_nodes: int = 0
 
     @property
     def is_drafting(self) -> bool:
@@ -124,10 +129,13 @@ def measure_steps(random: RandomPair, cell: Cell, *, has_profile: bool) -> StepT
     return times
 
 
-def engine_pair(random: RandomPair, arm: str, acceptance: float | None, **settings: Any) -> LoadedPair:
-    """The pair of an arm, with `settings` in its engine config."""
+def engine_pair(
+    random: RandomPair, arm: str, acceptance: float | None, num_nodes: int = 0, **settings: Any
+) -> LoadedPair:
+    """The pair of an arm, with `settings` in its engine config. It verifies trees if `num_nodes` is above 0."""
     pair, is_drafting = random.variants.get(arm, random.pair), not arm.startswith("plain")
     pair = pair if is_drafting else pair.without_draft()
+    pair = pair.with_tree(num_nodes) if num_nodes else pair
     if acceptance is not None and is_drafting:
         pair = force_acceptance(pair, acceptance)
     config = replace(pair.config, **settings, adaptive_width=arm == "adaptive")
@@ -144,12 +152,15 @@ def ready_engine(random: RandomPair, cell: Cell) -> LLM:
     """An engine that decodes: prompts are prefilled, kernels compiled and graphs captured."""
     pages = cell.batch * -(-cell.max_model_len // PAGE_SIZE) + 1
     pair = engine_pair(
-        random, cell.arm, cell.acceptance, max_num_requests=cell.batch, num_pages=pages, prefix_cache=False,
+        random, cell.arm, cell.acceptance, cell.num_nodes, max_num_requests=cell.batch, num_pages=pages,
+        prefix_cache=False,
         recurrent_rows=RECURRENT_ROWS.get(cell.arm, "auto"), graphs=cell.has_graphs,
         max_model_len=cell.max_model_len, max_batched_tokens=FILL_ROWS,
     )  # fmt: skip
     llm = LLM(pair)
-    requests = make_requests(random.shape, [cell.context] * cell.batch, cell.num_new_tokens)
+    requests = make_requests(
+        random.shape, [cell.context] * cell.batch, cell.num_new_tokens, verify_width=cell.verify_width
+    )
     capture_widths(llm, requests)
     for request in requests:
         llm.engine.add(request)
@@ -175,10 +186,12 @@ def capture_widths(llm: LLM, requests: Sequence[Request]) -> None:
             graphs.capture(bucket, mode)
 
 
-def make_requests(shape: Shape, lengths: Sequence[int], max_new_tokens: int, seed: int = 0) -> list[Request]:
+def make_requests(
+    shape: Shape, lengths: Sequence[int], max_new_tokens: int, seed: int = 0, verify_width: int | None = None
+) -> list[Request]:
     """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
-    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, verify_width=verify_width)
     prompts = (random_prompt(shape, length, generator) for length in lengths)
     return [Request(index=index, prompt_token_ids=prompt, params=params) for index, prompt in enumerate(prompts)]
 

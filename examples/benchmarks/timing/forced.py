@@ -5,7 +5,10 @@ depend on acceptance.
 The draw is truncated-geometric: each draft token is accepted with the same probability, given the one before it. It
 needs no waiting and no state, so every replay of a captured step draws anew. It adds ten small launches to a step.
 
-Axis letters: R requests, N block rows, K draft tokens (N - 1).
+Trees of random drafts are flat, because no token is likely. So a tree's path is forced too: its rows are spread evenly
+over the rows of the tree, as the moved rows of a real path are.
+
+Axis letters: R requests, N block rows, K draft tokens (N - 1), W rows of a path.
 """
 
 from collections.abc import Sequence
@@ -14,9 +17,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dflash_kernels.draft_tree import Tree
 from dflash_kernels.step_rows import RowState, StepRows
 from dflash_kernels.suite import Kernels
+from dflash_kernels.tree_path import Path
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.scheduling.limits import Limits
 
 TABLE_SIZE = 2**20
 ROW_DISTANCE = 648055
@@ -46,17 +52,31 @@ def draw_table(rates: Sequence[float], seed: int = 0) -> Tensor:
 
 
 def force_acceptance(pair: LoadedPair, mean: float) -> LoadedPair:
-    """The pair with a random acceptance length of mean `mean` for whole blocks, bonus included.
+    """The pair with a random acceptance length of mean `mean` for whole blocks or trees, bonus included.
 
     A step that verifies fewer rows uses the same draw, truncated.
     """
-    rates = acceptance_rates(mean, pair.limits.num_lookahead_tokens)
-    kernels = _forcing(pair.placement.kernels, draw_table(rates).to(pair.placement.device))
+    rates = acceptance_rates(mean, most_tokens(pair.limits))
+    device, kernels = pair.placement.device, pair.placement.kernels
+    path_rows = spread_rows(pair.limits).to(device) if pair.limits.num_tree_nodes else None
+    kernels = _forcing(kernels, draw_table(rates).to(device), path_rows)
     return replace(pair, placement=replace(pair.placement, kernels=kernels))
 
 
-def _forcing(kernels: Kernels, table: Tensor) -> Kernels:
-    real = kernels.close_step
+def most_tokens(limits: Limits) -> int:
+    """Most tokens that a step commits: the rows of a block, or of the longest path of a tree."""
+    return min(limits.num_block_rows, (limits.num_tree_nodes or limits.num_draft_tokens) + 1)
+
+
+def spread_rows(limits: Limits) -> Tensor:
+    """Rows of a path [W] int64 that is spread over the rows of a tree, with 0 after its end."""
+    depth = min(limits.num_tree_nodes, limits.num_draft_tokens)
+    rows = [1 + place * (limits.num_tree_nodes - 1) // max(depth - 1, 1) for place in range(depth)]
+    return torch.tensor([0, *rows, *[0] * (limits.num_draft_tokens - depth)])
+
+
+def _forcing(kernels: Kernels, table: Tensor, path_rows: Tensor | None = None) -> Kernels:
+    real, real_follow = kernels.close_step, kernels.follow_tree
 
     def close(
         state: RowState, rows: Tensor, step: StepRows, draft_ids: Tensor, chosen: Tensor, *rest: Tensor
@@ -68,4 +88,10 @@ def _forcing(kernels: Kernels, table: Tensor) -> Kernels:
         forced = torch.where(is_accepted, chosen[:, :-1], -1)
         return real(state, rows, step, forced, chosen, *rest)
 
-    return replace(kernels, close_step=close)
+    def follow(tree: Tree, chosen: Tensor, num_rows: int) -> Path:
+        assert path_rows is not None, "a pair that verifies trees"
+        real_follow(tree, chosen, num_rows)  # for its time
+        rows = path_rows[:num_rows].expand(len(chosen), -1)
+        return Path(rows, torch.where(rows[:, 1:] > 0, 0, -1))
+
+    return replace(kernels, close_step=close, follow_tree=follow)

@@ -117,6 +117,18 @@ class LoadedPair:
         limits = replace(self.limits, num_draft_tokens=0, num_tree_nodes=0)
         return replace(self, draft=None, draft_weights=None, config=config, limits=limits)
 
+    def with_tree(self, num_nodes: int) -> "LoadedPair":
+        """The pair with steps that verify a tree of this many drafted tokens, with its own pages to be allocated.
+
+        Raises:
+            UsageError: the config excludes trees.
+            UnsupportedError: see `check_capability`.
+        """
+        config = replace(self.config, num_tree_nodes=num_nodes, adaptive_width=False)
+        limits = replace(self.limits, num_tree_nodes=num_nodes)
+        _check_kernels(self.target.config, None if self.draft is None else self.draft.config, self.placement, limits)
+        return replace(self, config=config, limits=limits)
+
     def with_lookup(self, name: str) -> "LoadedPair":
         """The target with a lookup instead of the draft, and as many draft tokens. Its steps are synchronous."""
         config = replace(self.config, drafting=name, scheduling="sync", draft_sampling="greedy", adaptive_width=False)

@@ -392,7 +392,7 @@ class Runner:
         assert self.draft is not None
         attend = self._attend_draft(step, page_table)
         tree = shape.draft(self.kernels, self.draft, step.block_ids, step.positions, attend, width - 1)
-        verified = VerifiedTree.of(tree, width - 1, slots)
+        verified = VerifiedTree.of(self.kernels, tree, width - 1, slots)
         ids = torch.cat((step.block_ids[:, :1], tree.token_ids.clamp(min=0)), dim=1)
         positions = step.kv_lens[:, None] + verified.rows.depths
         sampling = self._sampling(rows, mode, ())

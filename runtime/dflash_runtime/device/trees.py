@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_kernels.draft_tree import Tree, ancestor_words, build_tree
+from dflash_kernels.draft_tree import Tree
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.step_rows import Bounds, RowState, StepRows
 from dflash_kernels.suite import Kernels
@@ -31,10 +31,10 @@ class VerifiedTree:
     slots: Tensor
 
     @classmethod
-    def of(cls, tree: Tree, num_positions: int, slots: Tensor) -> "VerifiedTree":
+    def of(cls, kernels: Kernels, tree: Tree, num_positions: int, slots: Tensor) -> "VerifiedTree":
         """The trees with `num_positions` as the greatest depth, and slots [R, M or more] of consecutive positions."""
         depths = F.pad(tree.depths, (1, 0))
-        words = ancestor_words(tree.parents, num_positions)
+        words = kernels.ancestor_words(tree.parents, num_positions)
         return cls(tree, TreeRows(depths, words), slots[:, : depths.shape[1]].contiguous())
 
     def close(
@@ -87,7 +87,7 @@ class TreeShape:
         else:
             token_ids, log_probs = self._best(kernels, draft.logits(block_ids, positions, attend, num_drafts))
         token_ids = token_ids if draft.target_ids is None else draft.target_ids[token_ids]
-        return build_tree(log_probs, token_ids, self.num_nodes)
+        return kernels.build_tree(log_probs, token_ids, self.num_nodes)
 
     def _cut(self, log_probs: Tensor) -> Tensor:
         """Log-probabilities [R, K, C, C] with -inf for all but the most likely candidates of each row."""
@@ -99,7 +99,8 @@ class TreeShape:
     def _best(self, kernels: Kernels, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens [R, K, C] of logits [R, K, V] in descending order, and log-probabilities [R, K, 1, C]."""
         num_requests, num_positions, vocab_size = logits.shape
-        count = min(self.num_candidates, vocab_size)
+        # More candidates than nodes change no tree: a node's better siblings are nodes too.
+        count = min(self.num_candidates, self.num_nodes, vocab_size)
         flat = logits.flatten(0, 1)
         token_ids, values = kernels.top_tokens(flat, count)
         dtype = torch.promote_types(logits.dtype, torch.float32)

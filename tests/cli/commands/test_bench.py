@@ -11,16 +11,17 @@ import pytest
 from typer.testing import CliRunner
 
 from dflash_cli.acceptance.intervals.statistics import Interval
-from dflash_cli.commands.bench import _doubts, _rows
+from dflash_cli.commands.bench import _doubts, _headline, _rows
 from dflash_cli.main import app
-from dflash_cli.tuning.speed import BatchSpeed, Speed, SpeedRequest, check_speedup, measure_speeds
+from dflash_cli.tuning.batch_speeds import BatchSpeed, Speed, TreeSpeed, check_speedup
+from dflash_cli.tuning.speed import SpeedRequest, measure_speeds
 from dflash_cli.tuning.step_parts import StepParts
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import GateFailed, RequestError, UsageError
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.refusals import refuses
 
-SMALL = ["--concurrency", "2,1", "-n", "16", "--rounds", "2", "--device", "cpu"]
+SMALL = ["--concurrency", "2,1", "-n", "24", "--rounds", "2", "--device", "cpu"]
 
 
 def run(*arguments: object) -> Any:
@@ -31,7 +32,7 @@ def run(*arguments: object) -> Any:
 
 
 def test_every_batch_size_is_measured_in_the_order_given() -> None:
-    document = json.loads(run("tiny", *SMALL, "--rivals", "suffix", "--json").stdout)
+    document = json.loads(run("tiny", *SMALL, "--rivals", "suffix", "--tree", "24", "--json").stdout)
     assert document["kind"] == "bench"
     assert [item["batch"] for item in document["batches"]] == [2, 1]
     assert document["num_speculative_tokens"] == 7
@@ -60,6 +61,12 @@ def test_every_batch_size_is_measured_in_the_order_given() -> None:
         own = rival["speed"]["tokens_per_second"]
         assert [rival["lead"], rival["speedup"]] == pytest.approx([rates[0] / own, own / rates[1]])
         assert rival["lead_interval"]["low"] < rival["lead"] < rival["lead_interval"]["high"]
+        (tree,) = item["trees"]
+        assert tree["num_nodes"] == 24
+        assert item["speculative"]["tokens_per_step"] < tree["speed"]["tokens_per_step"] <= 8
+        own = tree["speed"]["tokens_per_second"]
+        assert [tree["gain"], tree["speedup"]] == pytest.approx([own / rate for rate in rates])
+        assert tree["gain_interval"]["low"] < tree["gain"] < tree["gain_interval"]["high"]
 
 
 def test_text_leads_with_the_speedup() -> None:
@@ -148,6 +155,23 @@ def test_parts_that_exceed_the_step_are_named(times: tuple[list[float], ...]) ->
     assert not parts.adds_up
     (notice,) = _doubts([replace(speeds(1.5)[0], parts=parts)])
     assert notice.id == "parts-do-not-add-up"
+
+
+def test_each_tree_is_measured_once_and_has_a_row_and_the_best_a_headline() -> None:
+    (speed,) = speeds(1.5)
+    trees = tuple(
+        TreeSpeed(num_nodes=number, speed=speed.speculative, speedup=1.5 * gain, gain=gain)
+        for number, gain in ((8, 0.9), (16, 1.2), (32, 1.1))
+    )
+    shown = replace(speed, trees=trees)
+    assert [row[0] for row in _rows(shown)] == ["1", "1 tree 8", "1 tree 16", "1 tree 32"]
+    assert re.findall(r"[\d.]+", _headline([shown]).split("\n")[1]) == ["1.20", "1", "16"]
+    llm = bundled_llm(bundled_draft_model(), 7)
+    request = SpeedRequest(prompts=[[1]], batches=[1], max_new_tokens=8, num_rounds=1, trees=[8, 16])
+    assert request.num_runs(llm.pair) == 12, "6 arms, each with a warm-up round"
+    sampling = replace(llm.pair, config=replace(llm.pair.config, draft_sampling="probabilistic"))
+    with refuses(UsageError, "tree-of-sampled-drafts", field="draft_sampling"):
+        next(measure_speeds(sampling, request))
 
 
 def test_adaptive_width_and_a_row_budget_have_rows_of_their_own() -> None:
