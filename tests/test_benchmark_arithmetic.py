@@ -47,6 +47,18 @@ def test_forced_acceptance_has_its_mean(mean: float) -> None:
     assert counts[1] == pytest.approx(1 + sum(rates[:3]), rel=0.02), "a smaller width truncates the same draw"
 
 
+@pytest.mark.parametrize(("mean", "num_rows"), [(6.5, 16), (4.24, 8)])
+def test_forced_acceptance_is_the_draw_of_vllm(mean: float, num_rows: int) -> None:
+    """vLLM accepts a draft token with its rate over the rate before it, until the first is rejected."""
+    rates = forced.acceptance_rates(mean, num_rows)
+    expected, reached = [], 1.0
+    for rate, before in zip(rates, [1.0, *rates[:-1]], strict=True):
+        expected.append(reached * (1 - rate / before))
+        reached *= rate / before
+    counts = torch.bincount(forced.draw_table(rates), minlength=num_rows)
+    assert (counts / forced.TABLE_SIZE).tolist() == pytest.approx([*expected, reached], abs=2 / forced.TABLE_SIZE)
+
+
 def rows_of_a_state(num_rows: int, remaining: int) -> RowState:
     def ints(value: int, *shape: int) -> torch.Tensor:
         return torch.full((num_rows, *shape), value)

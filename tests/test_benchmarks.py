@@ -3,14 +3,15 @@
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import attention
 import convert
@@ -32,9 +33,9 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.candidates import candidates_for
 from dflash_cli.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
-from dflash_runtime.checkpoint.hf_config import read_target_config
-from timing import accounting, draft_kinds, engine_arms, pair_files, pairs, plan, report
+from timing import accounting, draft_kinds, engine_arms, gauges, pair_files, pairs, plan, report
 from timing.floors import Rates
+from timing.gauges import Gauges, Readings, Span
 from timing.pairs import BLOCK, SHAPES
 from timing.step_kinds import SeenStep, StepKinds
 
@@ -251,7 +252,9 @@ def test_step_times_are_written_as_json_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ("--batches", "2", "--context", "24,40", "--steps", "5", "--prefill", "32,3x16", "--acceptance", "6.5")
-    code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments)
+    pair_files.write_pair(SHAPES["small"], tmp_path / "pair", torch.device("cpu"))
+    monkeypatch.setattr(pairs, "drawn_weights", None)  # all arms read the files
+    code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments, "--pair", str(tmp_path / "pair"))
     assert code == 0
     for row in rows:
         assert row["schema"] == report.SCHEMA
@@ -261,6 +264,7 @@ def test_step_times_are_written_as_json_lines(
     arms = ("plain", "dflash")
     assert [(row["arm"], row["context"]) for row in steps] == [(arm, context) for context in (24, 40) for arm in arms]
     for row in steps:
+        assert row["files"] == str(tmp_path / "pair")
         assert row["acceptance"] == ("real" if row["arm"] == "plain" else "synthetic")
         most = 1 if row["arm"] == "plain" else BLOCK
         assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"])
@@ -407,6 +411,9 @@ def test_everything_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pa
     code, rows = run(load, monkeypatch, tmp_path / "load.jsonl", *options, "--max-answer", "64", "--acceptance", "4")
     assert code == 0, [row for row in rows if row["kind"] == "failure"]
     assert all(row["peak_memory_bytes"] > 0 for row in rows)
+    measured = [row for row in (*steps, *rows) if row["power_samples"]]
+    assert measured, "the loads take longer than 50 ms"
+    assert all(row["watts"] > 20 and row["mhz"] > 100 and row["joules_per_step"] > 0 for row in measured)
 
 
 def test_every_request_of_a_load_is_answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -444,13 +451,48 @@ def test_steps_are_grouped_by_rows_of_prompts(count: int, name: str) -> None:
     assert (row["mean_block_rows"], row["device_ms"], row["seconds"]) == (3.5, 3.0, 0.006)
 
 
+FAKE_SMI = """#!/bin/sh
+case "$*" in *"-i 3 "*"-lms"*) ;; *) echo "no such GPU"; exit 1 ;; esac
+echo "2026/11/02 10:00:00.900, 999.00, 999"
+echo "2026/11/02 10:00:01.000, 400.00, 1700"
+echo "2026/11/02 10:00:01.050, [N/A], [N/A]"
+sleep 0.1
+echo "2026/11/02 10:00:01.100, 600.00, 1800"
+echo "2026/11/02 10:00:01.300, 999.00, 999"
+exec sleep 60
+"""
+
+
+def test_power_is_the_mean_of_samples_in_the_measured_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two samples are in the span, and the second comes late."""
+    (tmp_path / "nvidia-smi").write_text(FAKE_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    began = datetime(2026, 11, 2, 10, 0, 1).timestamp()
+    with gauges.Gauges(torch.device("cuda", 1)) as measured:
+        found = measured.over([(began, began + 0.2)])
+        assert found == Readings(500, 1750, 2)
+        assert measured.over([(began - 9, began - 8)]) == Readings()  # without samples
+    assert found.fields(step=0.01, token=None) == {
+        "watts": 500, "mhz": 1750, "power_samples": 2, "joules_per_step": 5, "joules_per_token": None,
+    }  # fmt: skip
+    with gauges.Gauges(torch.device("cuda", 0)) as refused:
+        assert refused.over([(began, began + 1)]) == Readings()
+    assert "no such GPU" in capsys.readouterr().err
+
+
 FAKE_VLLM = """
+import json
 import time
+from pathlib import Path
 from types import SimpleNamespace as Some
 
 __version__ = "0.0"
 SamplingParams = Some
-num_drafts = 0
+num_drafts = num_steps = 0
 now = 0.0
 time.perf_counter = lambda: now  # times must not depend on the machine's load
 
@@ -459,33 +501,43 @@ class LLM:
     def __init__(self, **settings):
         self.config = settings.get("speculative_config")
         if self.config:
-            assert len(self.config["synthetic_acceptance_rates"]) == self.config["num_speculative_tokens"] == 15
+            block = json.loads(Path(self.config["model"], "config.json").read_text())["block_size"]
+            assert len(self.config["synthetic_acceptance_rates"]) == self.config["num_speculative_tokens"] == block - 1
+            assert self.config.get("enable_adaptive_verification", True) is True
         print("many words of its own")
 
     def generate(self, prompts, params, use_tqdm):
-        global num_drafts, now
-        num_steps = max(item.max_tokens for item in params) // (4 if self.config else 1)
+        global num_drafts, num_steps, now
         assert all(item.ignore_eos for item in params)
-        now += 0.002 * num_steps
-        num_drafts += num_steps * len(prompts)
         if len(prompts) == 3:
             raise RuntimeError("three are too many")
-        stats = Some(arrival_time=time.time(), first_token_latency=0.5)
-        return [Some(outputs=[Some(token_ids=[0] * item.max_tokens)], metrics=stats) for item in params]
+        began, answers = now, []
+        for place, item in enumerate(params):  # with a draft, the second request takes twice as many steps
+            steps = item.max_tokens // 4 * (place + 1) if self.config else item.max_tokens
+            num_drafts += steps
+            stats = Some(
+                arrival_time=time.time(), first_token_latency=0.5, first_token_ts=began,
+                last_token_ts=began + 0.002 * steps,
+            )
+            answers.append(Some(outputs=[Some(token_ids=[0] * item.max_tokens)], metrics=stats))
+        now = max(answer.metrics.last_token_ts for answer in answers)
+        num_steps += round((now - began) / 0.002)
+        return answers
 
     def get_metrics(self):
         drafts = num_drafts if self.config else 0
         return [
             Some(name="vllm:spec_decode_num_drafts", value=drafts),
             Some(name="vllm:spec_decode_num_accepted_tokens", value=3 * drafts),
-            Some(name="a histogram"),
+            Some(name="vllm:iteration_tokens_total", count=num_steps),
+            Some(name="a vector"),
         ]
 """
 
 
 @pytest.fixture
 def fake_vllm(tmp_path: Path) -> str:
-    """A folder with a package that imitates vLLM. A step takes 2 ms and, with a draft, commits 4 tokens.
+    """A folder with a package that imitates vLLM. A step takes 2 ms and, with a draft, accepts 3 draft tokens.
 
     Beside it is a torch without devices, which loads at once.
     """
@@ -498,48 +550,77 @@ def fake_vllm(tmp_path: Path) -> str:
 def test_vllm_is_measured_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str
 ) -> None:
-    arguments = ("--batches", "1,3,2", "--context", "8", "--steps", "40", "--arms", "vllm-plain,vllm-dflash")
-    more = ("--acceptance", "4", "--prefill", "16", "--vllm-path", fake_vllm)
+    arguments = ("--batches", "1,3,2", "--context", "8", "--steps", "40", "--block", "8")
+    arms = "vllm-plain,vllm-dflash,vllm-adaptive"
+    more = ("--arms", arms, "--acceptance", "4", "--prefill", "16", "--vllm-path", fake_vllm)
+    monkeypatch.setattr(step_time, "Gauges", SteadyGauges)
     code, rows = run(step_time, monkeypatch, tmp_path / "rows.jsonl", *arguments, *more)
     assert code == 1, "one batch size fails"
-    assert ["three are too many" in row["error"] for row in rows if row["kind"] == "failure"] == [True, True]
+    assert ["three are too many" in row["error"] for row in rows if row["kind"] == "failure"] == [True] * 3
     steps = [row for row in rows if row["kind"] == "step"]
     assert [(row["arm"], row["batch"]) for row in steps] == [
-        ("vllm plain", 1), ("vllm plain", 2), ("vllm dflash", 1), ("vllm dflash", 2),
+        ("vllm plain", 1), ("vllm plain", 2), ("vllm dflash", 1), ("vllm dflash", 2), ("vllm adaptive", 1),
+        ("vllm adaptive", 2),
     ]  # fmt: skip
-    assert [row["acceptance_achieved"] for row in steps] == [None, None, 4, 4]
+    assert [row["acceptance_achieved"] for row in steps] == [None, None, 4, 4, 4, 4]
     for row in steps:
-        assert row["ms"] == pytest.approx(2)
-        assert row["vllm"] == "0.0"
+        assert row["ms"] == pytest.approx(2)  # though the last steps have one request of two
+        assert (row["vllm"], row["block"], row["power_samples"]) == ("0.0", 8, 3)
+        assert row["joules_per_step"] == pytest.approx(1)
+        assert row["joules_per_token"] == pytest.approx(500 / row["tokens_per_second"])
     assert [row["arm"] for row in rows if row["kind"] == "prefill"] == ["vllm plain"]
 
 
 @pytest.mark.parametrize("name", ["small", "small-hybrid"])
 def test_a_written_pair_is_the_one_that_our_engine_runs(tmp_path: Path, name: str) -> None:
-    shape, device = SHAPES[name], torch.device("cpu")
+    shape, device = replace(SHAPES[name], block=8), torch.device("cpu")
     pair_files.write_pair(shape, tmp_path, device)
-    target = json.loads((tmp_path / "target" / "config.json").read_text())
-    own = pairs.model_configs(shape)[0]
-    read = getattr(pairs.family_of(shape), "read_config", read_target_config)(target, tmp_path)
-    assert read.rope.theta == own.rope.theta
+    read, built = pair_files.read_pair(shape, tmp_path, 64, device), pairs.build_pair(shape, 64, device)
     given = {"eos_token_ids", "dtype", "rope", "layer_kinds"}
-    assert replace(read, **{name: getattr(own, name) for name in given}) == own
-    built = pairs.build_pair(shape, 64, device)
-    for part, weights in (("target", built.target_weights), ("draft", built.draft_weights)):
-        stored = load_file(tmp_path / part / "model-0.safetensors")
-        last = max(name for name in stored if name.endswith("mlp.down_proj.weight"))
-        assert torch.equal(stored[last], weights[last])
+    for found, own in zip((read.pair.target, read.pair.draft), (built.pair.target, built.pair.draft), strict=True):
+        assert found is not None
+        assert own is not None
+        shared = {name: getattr(own.config, name) for name in given if hasattr(own.config, name)}
+        assert found.config.rope.theta == own.config.rope.theta
+        assert replace(found.config, **shared) == own.config
+    assert read.pair.limits.num_draft_tokens == built.pair.limits.num_draft_tokens == 7
+    weights = ((read.target_weights(), built.target_weights()), (read.draft_weights, built.draft_weights))
+    for stored, drawn in weights:
+        assert stored.keys() == drawn.keys()
+        assert all(torch.equal(stored[name], drawn[name]) for name in drawn)
     with pytest.raises(FileExistsError):
         pair_files.write_pair(replace(shape, layers=8), tmp_path, device)
 
 
-def test_vllm_answers_the_same_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str) -> None:
-    arguments = ("--requests", "5", "--max-prompt", "70", "--arms", "vllm-dflash", "--vllm-path", fake_vllm)
-    code, (row,) = run(load, monkeypatch, tmp_path / "rows.jsonl", *arguments, "--acceptance", "4")
+class SteadyGauges(Gauges):
+    """A GPU that always takes 500 W."""
+
+    def over(self, spans: Sequence[Span]) -> Readings:
+        assert all(begin < end for begin, end in spans)
+        return Readings(500.0, 1700.0, len(spans))
+
+
+def test_both_programs_answer_the_same_load_from_the_same_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str
+) -> None:
+    monkeypatch.setattr(load, "Gauges", SteadyGauges)
+    pair_files.write_pair(SHAPES["small"], tmp_path / "pair", torch.device("cpu"))
+    monkeypatch.setattr(pairs, "drawn_weights", None)  # neither program may draw weights again
+    monkeypatch.setattr(pair_files, "drawn_weights", None)
+    arguments = ("--requests", "5", "--max-prompt", "70", "--max-answer", "40", "--pair", str(tmp_path / "pair"))
+    arms = ("--arms", "dflash,vllm-dflash,vllm-adaptive", "--vllm-path", fake_vllm, "--acceptance", "4")
+    code, rows = run(load, monkeypatch, tmp_path / "rows.jsonl", *arguments, *arms)
     assert code == 0
-    assert row["num_tokens"] == sum(load.make_load(SHAPES["small"], 5, 70, 512).output_lengths)
-    assert row["acceptance_note"] == "synthetic, by its own mode"
-    assert row["first_token_p50_s"] >= 0.5
+    assert [row["arm"] for row in rows] == ["dflash", "vllm-dflash", "vllm-adaptive"]
+    for row in rows:
+        assert row["files"] == str(tmp_path / "pair")
+        assert row["num_tokens"] == sum(load.make_load(SHAPES["small"], 5, 70, 40).output_lengths)
+        assert row["acceptance_achieved"] == pytest.approx(4, abs=1)
+        assert row["power_samples"] == 1
+        assert row["joules_per_token"] == pytest.approx(500 * row["seconds"] / row["num_tokens"])
+        assert row["joules_per_step"] == pytest.approx(500 * row["seconds"] / row["num_steps"])
+    assert [row.get("acceptance_note") for row in rows] == [None, *["synthetic, by its own mode"] * 2]
+    assert rows[1]["first_token_p50_s"] >= 0.5
 
 
 def test_vllm_that_does_not_start_says_why(

@@ -1,14 +1,17 @@
 """Time a mixed offline load: many requests of different lengths arrive at once and are all answered.
 
     python3 examples/benchmarks/load.py [--arms plain,dflash,adaptive] [--acceptance 6.5] [--out load.jsonl]
-    python3 examples/benchmarks/load.py --arms plain,dflash,vllm-plain,vllm-dflash --acceptance 6.5
+    python3 examples/benchmarks/load.py --arms plain,adaptive,vllm-plain,vllm-adaptive --acceptance 6.5
 
 Weights are random with a real shape. Prompts have 64 to 4,096 tokens (log-uniform) and answers 32 to 512 (uniform), the
 same in every arm. An untimed run comes first and passes through all batch sizes, so that kernels are compiled and
-graphs captured. Random weights accept almost nothing. `--acceptance` forces a mean, and rows then say `synthetic`;
-vLLM uses its own synthetic mode. Times to the first token count from the start, when all requests arrive. Rows are
-JSON lines; the table comes last. An arm that fails prints one line, the others continue, and the exit code is 1. With
-`--steps` our arms run the load once more, and a table shows the time of each kind of step.
+graphs captured, and adaptive widths learn. It is the same in both programs. Random weights accept almost nothing.
+`--acceptance` forces a mean, and rows then say `synthetic`; vLLM's own synthetic mode draws from the same distribution.
+With an arm of vLLM or with `--pair`, one pair is written to disk first, and both programs read its files. Watts and MHz
+are means of one `nvidia-smi` that samples every arm of both programs, over the timed run alone. Times to the first
+token count from the start, when all requests arrive. Rows are JSON lines; the table comes last. An arm that fails
+prints one line, the others continue, and the exit code is 1. With `--steps` our arms run the load once more, and a
+table shows the time of each kind of step.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,16 +32,28 @@ from dflash_cli.terminal.console import Meter
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from timing.engine_arms import engine_pair, wait, why_not_adaptive
-from timing.pairs import BLOCK, SHAPES, RandomPair, Shape, build_pair, log_uniform, open_device, random_prompt
+from timing.gauges import Gauges
+from timing.pair_files import PAIR_HELP, read_pair, written_pair
+from timing.pairs import (
+    BLOCK,
+    RandomPair,
+    Shape,
+    add_shape_options,
+    build_pair,
+    log_uniform,
+    open_device,
+    random_prompt,
+    shape_of,
+)
 from timing.report import Recorder, Row, release, say, table
 from timing.step_kinds import StepKinds
-from timing.vllm_arm import acceptance_note, find_vllm, run_vllm
+from timing.vllm_arm import VLLM_ARMS, VllmRun, add_vllm_options, find_vllm, run_vllm, vllm_settings
 
-ARMS = ("plain", "dflash", "adaptive", "vllm-plain", "vllm-dflash")
+ARMS = ("plain", "dflash", "adaptive", *VLLM_ARMS)
 SHORTEST_PROMPT, SHORTEST_ANSWER = 64, 32
 COLUMNS = (
     "arm", "acceptance", "tokens/s", "seconds", "first token p50 s", "p95 s", "step p50 ms", "p95 ms", "p99 ms",
-    "steps", "preemptions", "peak GB",
+    "steps", "preemptions", "W", "MHz", "J/step", "J/token", "peak GB",
 )  # fmt: skip
 KIND_FIELDS = (
     "requests", "prompt_rows", "steps", "mean_block_rows", "mean_prompt_rows", "device_ms", "host_ms", "seconds",
@@ -78,10 +94,16 @@ def warm_load(load: Load, num_running: int, tokens_per_step: float) -> Load:
     return Load(prompts, [BLOCK + round(1.5 * tokens_per_step * index) for index in range(len(prompts))])
 
 
+def tokens_per_step(arm: str, acceptance: float | None) -> float:
+    """Mean number of tokens that a request gets in a step, if it is forced; else 1."""
+    return 1.0 if arm.endswith("plain") else acceptance or 1.0
+
+
 @dataclass
 class Run:
-    """Measurements of one run of a load."""
+    """Measurements of one run of a load. `began` is the wall clock at its start."""
 
+    began: float
     seconds: float
     num_steps: int
     first_token_s: list[float]
@@ -107,7 +129,7 @@ def run_load(llm: LLM, load: Load, title: str) -> Run:
     engine, num_ended = llm.engine, 0
     wait(llm.device)
     with Meter(len(requests), title) as meter:
-        started = time.perf_counter()
+        began, started = time.time(), time.perf_counter()
         ends = [started]
         for request in requests:
             engine.add(request)
@@ -126,7 +148,7 @@ def run_load(llm: LLM, load: Load, title: str) -> Run:
     counts = [step.num_accepted + 1 for request in requests for step in request.steps]
     step_ms = [(end - begin) * 1000 for begin, end in pairwise(ends)]
     acceptance = statistics.fmean(counts) if counts else None
-    return Run(seconds, len(step_ms), list(first.values()), num_tokens, acceptance, step_ms)
+    return Run(began, seconds, len(step_ms), list(first.values()), num_tokens, acceptance, step_ms)
 
 
 def measure_ours(
@@ -142,8 +164,7 @@ def measure_ours(
         torch.cuda.reset_peak_memory_stats(pair.placement.device)
     with LLM(pair) as llm:
         llm.warm_up()
-        tokens_per_step = 1.0 if arm == "plain" else acceptance or 1.0
-        run_load(llm, warm_load(load, num_running, tokens_per_step), f"{arm}: warm-up requests")
+        run_load(llm, warm_load(load, num_running, tokens_per_step(arm, acceptance)), f"{arm}: warm-up requests")
         before = llm.engine.scheduler.num_preemptions
         run = run_load(llm, load, f"{arm}: requests")
         num_preemptions = llm.engine.scheduler.num_preemptions - before
@@ -157,39 +178,43 @@ def measure_ours(
         "seconds": run.seconds, "num_tokens": run.num_tokens, "tokens_per_second": run.num_tokens / run.seconds,
         "first_token_s": run.first_token_s, "num_steps": run.num_steps, "num_preemptions": num_preemptions,
         "peak_memory_bytes": peak, "acceptance_achieved": run.acceptance,
-        "num_pages": llm.engine.scheduler.pages.num_pages, "kinds": kinds.rows(), **run.step_percentiles,
+        "num_pages": llm.engine.scheduler.pages.num_pages, "spans": [(run.began, run.began + run.seconds)],
+        "kinds": kinds.rows(), **run.step_percentiles,
     }  # fmt: skip
 
 
-def measure_vllm(shape: Shape, arm: str, load: Load, acceptance: float | None, given: argparse.Namespace) -> Row:
-    """Start vLLM and measure the same load."""
+def measure_vllm(shape: Shape, run: VllmRun, load: Load, files: Path, given: argparse.Namespace) -> Row:
+    """Start vLLM and measure the same load after the same warm-up."""
+    warm = warm_load(load, given.max_num_requests, tokens_per_step(run.arm, run.acceptance))
     cell: Row = {
-        "kind": "load", "prompts": [list(prompt) for prompt in load.prompts], "output_lengths": load.output_lengths,
-        "num_warm": given.max_num_requests,
+        "kind": "load", "prompts": load.prompts, "output_lengths": load.output_lengths,
+        "warm_prompts": warm.prompts, "warm_output_lengths": warm.output_lengths,
     }  # fmt: skip
-    say(f"{arm}: starting")
-    is_drafting = arm == "vllm-dflash"
+    say(f"{run.arm}: starting")
     (found,) = run_vllm(
-        shape, [cell], is_drafting=is_drafting, acceptance=acceptance, max_model_len=load.longest + 4 * BLOCK,
-        max_num_requests=given.max_num_requests, device=open_device(given.device), pair=given.pair,
-        extra=given.vllm_path, timeout_s=given.vllm_timeout,
+        shape, [cell], run, vllm_settings(given), files=files, max_model_len=load.longest + 4 * BLOCK,
+        max_num_requests=given.max_num_requests,
     )  # fmt: skip
     if "error" in found:
         raise RuntimeError(found["error"])
-    return {**found, "kind": "load", "acceptance_note": acceptance_note(is_drafting, acceptance)}
+    return {**found, "kind": "load", "acceptance_note": run.acceptance_note}
 
 
-def add_row(recorder: Recorder, arm: str, acceptance: float | None, found: Row, given: argparse.Namespace) -> None:
+def add_row(
+    recorder: Recorder, gauges: Gauges, arm: str, files: Path | None, found: Row, given: argparse.Namespace
+) -> None:
     """Add the common fields to a row, record it and print a line."""
-    first = sorted(found["first_token_s"])
-    is_forced = acceptance is not None and "plain" not in arm
+    first, steps, tokens, seconds = (found[key] for key in ("first_token_s", "num_steps", "num_tokens", "seconds"))
+    first = sorted(first)
+    is_forced = given.acceptance is not None and "plain" not in arm
     row = {
-        **found, "arm": arm, "shape": given.shape, "requests": given.requests,
-        "max_num_requests": given.max_num_requests,
+        **found, "arm": arm, "shape": given.shape, "block": given.block, "requests": given.requests,
+        "files": None if files is None else str(files), "max_num_requests": given.max_num_requests,
         "prompt_lengths": [SHORTEST_PROMPT, given.max_prompt], "answer_lengths": [SHORTEST_ANSWER, given.max_answer],
-        "acceptance": "synthetic" if is_forced else "real", "acceptance_asked": acceptance if is_forced else None,
+        "acceptance": "synthetic" if is_forced else "real", "acceptance_asked": given.acceptance if is_forced else None,
         "first_token_p50_s": statistics.median(first) if first else None,
         "first_token_p95_s": at_percentile(first, 95) if first else None,
+        **gauges.over(found["spans"]).fields(step=seconds / steps if steps else None, token=seconds / tokens),
     }  # fmt: skip
     recorder.add("load", row)
     say(f"{arm}: {row['tokens_per_second']:.0f} tokens/s, {row['seconds']:.1f} s")
@@ -198,7 +223,8 @@ def add_row(recorder: Recorder, arm: str, acceptance: float | None, found: Row, 
 def show(recorder: Recorder) -> None:
     names = (
         "arm", "acceptance_achieved", "tokens_per_second", "seconds", "first_token_p50_s", "first_token_p95_s",
-        "step_p50_ms", "step_p95_ms", "step_p99_ms", "num_steps", "num_preemptions",
+        "step_p50_ms", "step_p95_ms", "step_p99_ms", "num_steps", "num_preemptions", "watts", "mhz", "joules_per_step",
+        "joules_per_token",
     )  # fmt: skip
     failures = [(row["what"], row["error"]) for row in recorder.of("failure")]
     if failures:
@@ -214,39 +240,46 @@ def show(recorder: Recorder) -> None:
             print(f"\n{row['arm']}\n{table(KIND_COLUMNS, kinds)}")
 
 
-def run_arms(recorder: Recorder, arms: Sequence[str], given: argparse.Namespace, device: torch.device) -> None:
-    """Run our arms on one pair of models, free the device, then run vLLM's arms."""
-    shape = SHAPES[given.shape]
+def run_arms(
+    recorder: Recorder, gauges: Gauges, arms: Sequence[str], files: Path | None, given: argparse.Namespace,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Run our arms on one pair of models, free the device, then run vLLM's arms on the same files."""
+    shape = shape_of(given)
     load = make_load(shape, given.requests, given.max_prompt, given.max_answer)
-    ours = [arm for arm in arms if not arm.startswith("vllm")]
+    ours = [arm for arm in arms if arm not in VLLM_ARMS]
     why_not = why_not_adaptive(device)
     if "adaptive" in ours and why_not:
         say(f"adaptive: skipped, {why_not}")
         ours.remove("adaptive")
-    random = build_pair(shape, load.longest + 4 * BLOCK, device) if ours else None
+    random, max_model_len = None, load.longest + 4 * BLOCK
+    if ours and files is None:
+        random = build_pair(shape, max_model_len, device)
+    elif ours and files is not None:
+        random = read_pair(shape, files, max_model_len, device)
     for arm in ours:
 
         def measure(arm: str = arm) -> None:
             assert random is not None
             found = measure_ours(random, arm, load, given.acceptance, given.max_num_requests, has_steps=given.steps)
-            add_row(recorder, arm, given.acceptance, found, given)
+            add_row(recorder, gauges, arm, files, found, given)
 
         recorder.guard({"arm": arm}, measure)
     random = None
     release()
-    theirs = [arm for arm in arms if arm.startswith("vllm")]
-    for arm in theirs if theirs and find_vllm(given.vllm_path) else []:
+    for arm in (item for item in arms if item in VLLM_ARMS):
 
         def measure_theirs(arm: str = arm) -> None:
-            found = measure_vllm(shape, arm, load, given.acceptance, given)
-            add_row(recorder, arm, given.acceptance, found, given)
+            assert files is not None
+            found = measure_vllm(shape, VllmRun(arm, given.acceptance), load, files, given)
+            add_row(recorder, gauges, arm, files, found, given)
 
         recorder.guard({"arm": arm}, measure_theirs)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    add_shape_options(parser)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--max-prompt", type=int, default=4096)
     parser.add_argument("--max-answer", type=int, default=512)
@@ -255,11 +288,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--acceptance", type=float, help="force this mean acceptance length; rows say synthetic")
     parser.add_argument("--steps", action="store_true", help="time each kind of step in another run")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--pair", type=Path, help="folder for the pair that vLLM reads (default: a temporary one)")
-    parser.add_argument("--vllm-path", type=Path, help="folder with vLLM for the subprocess")
-    parser.add_argument(
-        "--vllm-timeout", type=float, default=280, help="seconds for vLLM, its start included (default: 280)"
-    )
+    add_vllm_options(parser)
+    parser.add_argument("--pair", type=Path, help=PAIR_HELP)
     parser.add_argument("--out", type=Path, help="write results as JSON lines")
     return parser
 
@@ -270,8 +300,13 @@ def main() -> int:
     arms = given.arms.split(",")
     if unknown := sorted({*arms} - {*ARMS}):
         sys.exit(f"--arms {','.join(unknown)}: expected some of {', '.join(ARMS)}")
-    with Recorder(given.out, device) as recorder:
-        run_arms(recorder, arms, given, device)
+    if {*arms} & {*VLLM_ARMS} and not find_vllm(given.vllm_path):
+        arms = [arm for arm in arms if arm not in VLLM_ARMS]
+    has_files = given.pair is not None or {*arms} & {*VLLM_ARMS}
+    with ExitStack() as stack:
+        recorder = stack.enter_context(Recorder(given.out, device))
+        files = stack.enter_context(written_pair(shape_of(given), given.pair, device)) if has_files else None
+        run_arms(recorder, stack.enter_context(Gauges(device)), arms, files, given, device)
         show(recorder)
     return 1 if recorder.num_failures else 0
 

@@ -240,6 +240,10 @@ def measure(family: str, given: argparse.Namespace, placement: Placement) -> Row
     return [family, reads, shared, theirs, before, after, None if before is None else before / theirs, after / theirs]
 
 
+def _cell(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(FAMILIES), help="model types (default: all)")
@@ -264,7 +268,7 @@ def main() -> int:
         began = time.perf_counter()
         try:
             rows.append(measure(family, given, placement))
-            say(f"{family}: ratio {rows[-1][-1]:.2f}, {time.perf_counter() - began:.0f} s in all")
+            say(f"{', '.join(map(_cell, rows[-1]))}; {time.perf_counter() - began:.0f} s in all")
         except Exception as error:
             num_failures += 1
             say(f"{family} failed: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")

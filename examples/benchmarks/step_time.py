@@ -13,10 +13,15 @@ time minus the time in which a profiled step runs a kernel. Experts are the expe
 rows of a step choose in a layer, and the part of the floor in which all layers read them. Rows are JSON lines, written
 at once; tables come last. An arm that fails prints one line, the others continue, and the exit code is 1.
 
+Watts and MHz are means over the measured steps. One `nvidia-smi` samples all arms of our engine and of vLLM. The joules
+of a step are its seconds times the watts.
+
 Arms: ceilings, plain, dflash, adaptive, prefill. Only on request: drafts (every kind of draft, measured in turns),
 dflash-exact and dflash-at-once (ways of recurrent layers to run the rows of a block), transformers, reference (a loop
-of drafting and verifying on transformers' modules), vllm-plain and vllm-dflash (in a subprocess, if vLLM can be
-imported; it reads our weights from files).
+of drafting and verifying on transformers' modules), vllm-plain, vllm-dflash and vllm-adaptive (its adaptive
+verification), in a subprocess, if vLLM can be imported. With an arm of vLLM or with `--pair`, one pair is written to
+disk first, and both programs read its files. Both draw forced acceptance from the same distribution. In vLLM's mean, a
+step counts once for every request in it, because answers of equal length take different numbers of steps.
 
 Arms with weights in FP8, in blocks of 128: plain-fp8 and dflash-fp8 (the target's layers), dflash-fp8-draft (the draft
 except q, k, v and the head), dflash-fp8-draft-all (all of the draft, with a head of its own), dflash-fp8-both (the
@@ -26,6 +31,7 @@ They have no floor.
 
 import argparse
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -33,12 +39,14 @@ from timing.ceilings import measure_rates
 from timing.draft_kinds import KINDS
 from timing.engine_arms import RECURRENT_ROWS
 from timing.fp8_arms import FP8_ARMS
+from timing.gauges import Gauges
 from timing.other_rows import measure_transformers, measure_vllm
 from timing.own_rows import run_ours
-from timing.pairs import SHAPES, counts, open_device, run_dtype
+from timing.pair_files import PAIR_HELP, written_pair
+from timing.pairs import add_shape_options, counts, open_device, run_dtype, shape_of
 from timing.plan import OURS, Plan, title
 from timing.report import Recorder, Row, plot_waterfalls, table, waterfall_text
-from timing.vllm_arm import find_vllm
+from timing.vllm_arm import VLLM_ARMS, VllmRun, add_vllm_options, find_vllm, vllm_settings
 
 STEP_COLUMNS = {
     "arm": "arm",
@@ -56,6 +64,9 @@ STEP_COLUMNS = {
     "nodes": "nodes",
     "tokens/s": "tokens_per_second",
     "x plain": "gain",
+    "W": "watts",
+    "MHz": "mhz",
+    "J/step": "joules_per_step",
 }
 """Column of the last table -> field of a row."""
 
@@ -73,8 +84,21 @@ DRAFT_COLUMNS = {
     "nodes": "nodes",
     "W": "watts",
     "MHz": "mhz",
+    "J/step": "joules_per_step",
 }
 """Column of the table of drafts -> field of a row. Least, most, lowest and highest are of the rounds."""
+
+PREFILL_COLUMNS = {
+    "prefill": "arm",
+    "prompts": "prompts",
+    "tokens": "tokens",
+    "ms": "ms",
+    "floor": "floor_ms",
+    "W": "watts",
+    "MHz": "mhz",
+    "J": "joules_per_prefill",
+}
+"""Column of the table of prefills -> field of a row."""
 
 RATIOS = ("ratio", "least_ratio", "most_ratio")
 
@@ -86,8 +110,7 @@ KNOWN_ARMS = (
     *FP8_ARMS,
     "transformers",
     "reference",
-    "vllm-plain",
-    "vllm-dflash",
+    *VLLM_ARMS,
 )
 
 
@@ -97,13 +120,9 @@ def run(plan: Plan) -> None:
         plan.recorder.guard({"arm": "ours"}, partial(run_ours, plan))
     if "transformers" in plan.arms or "reference" in plan.arms:
         plan.recorder.guard({"arm": "transformers"}, partial(measure_transformers, plan))
-    runs: list[tuple[bool, float | None]] = [(False, None)] if "vllm-plain" in plan.arms else []
-    if "vllm-dflash" in plan.arms:
-        runs += [(True, acceptance) for acceptance in plan.acceptances]
-    if runs and find_vllm(plan.vllm_path):
-        for is_drafting, acceptance in runs:
-            call = partial(measure_vllm, plan, is_drafting=is_drafting, acceptance=acceptance)
-            plan.recorder.guard({"arm": "vllm", "drafts": is_drafting}, call)
+    for arm in (item for item in VLLM_ARMS if item in plan.arms):
+        for acceptance in [None] if arm == "vllm-plain" else plan.acceptances:
+            plan.recorder.guard({"arm": arm}, partial(measure_vllm, plan, VllmRun(arm, acceptance)))
 
 
 def show(plan: Plan, plot: Path | None) -> None:
@@ -119,8 +138,7 @@ def show(plan: Plan, plot: Path | None) -> None:
         print(table(("failed", "why"), [_pick(row, ("what", "error")) for row in failures]) + "\n")
     prefills = plan.recorder.of("prefill")
     if prefills:
-        names = ("arm", "prompts", "tokens", "ms", "floor_ms")
-        print(table(("prefill", "prompts", "tokens", "ms", "floor"), [_pick(row, names) for row in prefills]) + "\n")
+        print(table(tuple(PREFILL_COLUMNS), [_pick(row, tuple(PREFILL_COLUMNS.values())) for row in prefills]) + "\n")
     drafts = plan.recorder.of("draft")
     if drafts:
         shown = [{**row, **{name: f"{row[name]:.3f}" for name in RATIOS}} for row in drafts]
@@ -156,7 +174,7 @@ def _prefills(text: str) -> list[list[int]]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    add_shape_options(parser)
     parser.add_argument("--batches", type=counts, default="1,8,32")
     parser.add_argument(
         "--context", "--contexts", type=counts, default="512", help="tokens of each prompt, such as 512,8192"
@@ -174,9 +192,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", default="cuda:0", help="device; cpu runs the loop with reference kernels, as a check"
     )
-    parser.add_argument("--vllm-path", type=Path, help="folder with vLLM for the subprocess")
-    parser.add_argument("--vllm-timeout", type=float, default=280, help="seconds for one run of vLLM (default: 280)")
-    parser.add_argument("--pair", type=Path, help="folder for the pair that vLLM reads (default: a temporary one)")
+    add_vllm_options(parser)
+    parser.add_argument("--pair", type=Path, help=PAIR_HELP)
     parser.add_argument("--plot", type=Path, help="draw the waterfalls to FILE.png")
     parser.add_argument("--out", type=Path, help="write results as JSON lines")
     return parser
@@ -191,15 +208,21 @@ def main() -> int:
     kinds = given.drafts.split(",")
     if unknown := sorted({*kinds} - {*KINDS}):
         sys.exit(f"--drafts {','.join(unknown)}: expected some of {', '.join(KINDS)}")
+    shape, vllm = shape_of(given), vllm_settings(given)
+    if {*arms} & {*VLLM_ARMS} and not find_vllm(vllm.path):
+        arms = [arm for arm in arms if arm not in VLLM_ARMS]
     rates = measure_rates(device, run_dtype(device))
-    with Recorder(given.out, device) as recorder:
+    with ExitStack() as stack:
+        recorder = stack.enter_context(Recorder(given.out, device))
         recorder.add("rates", {"arm": "device", "bandwidth": rates.bandwidth, "operations": rates.operations})
+        has_files = given.pair is not None or {*arms} & {*VLLM_ARMS}
         plan = Plan(
-            shape_name=given.shape, batches=given.batches, contexts=given.context,
+            shape_name=given.shape, shape=shape, batches=given.batches, contexts=given.context,
             acceptances=[float(part) for part in given.acceptance.split(",")] if given.acceptance else [None],
             steps=given.steps, arms=arms, prefills=_prefills(given.prefill), has_eager=not given.no_eager,
-            shows_kernels=given.profile, device=device, vllm_path=given.vllm_path,
-            vllm_timeout_s=given.vllm_timeout, pair=given.pair, recorder=recorder, rates=rates, kinds=kinds,
+            shows_kernels=given.profile, device=device, vllm=vllm,
+            files=stack.enter_context(written_pair(shape, given.pair, device)) if has_files else None,
+            recorder=recorder, gauges=stack.enter_context(Gauges(device)), rates=rates, kinds=kinds,
             blocks=given.blocks,
         )  # fmt: skip
         run(plan)

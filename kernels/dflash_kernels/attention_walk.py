@@ -7,7 +7,7 @@ and Gimelshein 2018, "Online normalizer calculation for softmax".
 
 import math
 
-from dflash_kernels.kv_format import from_cache
+from dflash_kernels.kv_format import beside_cache, from_cache
 from dflash_kernels.launch_config import constexpr, jit, tl
 
 _TL_LOG2E = constexpr(math.log2(math.e))
@@ -138,6 +138,7 @@ def walk_context(
     IS_FULL: every row sees every key, so no mask is needed. IS_CAUSAL: the pages also hold the rows' own keys, after
     the context. `key`: offsets of the first tile's keys, if the caller has already computed them.
     """
+    queries = beside_cache(queries, keys.dtype.element_ty)
     if key is None:
         first = begin * TILE_N + tl.arange(0, TILE_N)
         key = context_rows(page_table, first, readable_len, page_stride, row_stride, PAGE_SIZE)

@@ -94,7 +94,7 @@ def _pairs(num_nodes: int, num_candidates: int, is_sorted: bool, device: torch.d
         for path in range(num_nodes)
         for place in range(min(num_nodes // (path + 1) if is_sorted else num_candidates, num_candidates))
     ]
-    path, place = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(device)
+    path, place = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(device, non_blocking=True)
     return path, place
 
 

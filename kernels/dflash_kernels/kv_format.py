@@ -1,9 +1,10 @@
 """How caches store keys and values: in the dtype of the rows, or in FP8 (e4m3) with a scale.
 
-A cache in FP8 holds `row / scale`, rounded to the nearest number. Larger numbers become 448. Kernels convert tiles to
-the dtype of the queries right after they load them, which is exact. They multiply the key scale into the scores and the
-value scale into the output. Rows of a block that later steps read from the cache are rounded before attention, too, so
-that a row sees the same keys in every step.
+A cache in FP8 holds `row / scale`, rounded to the nearest number. Larger numbers become 448. Kernels convert tiles
+right after they load them, which is exact: to float16 where the device converts FP8, because it converts to no other
+16 bits in one instruction, and to the dtype of the queries elsewhere. They multiply the key scale into the scores and
+the value scale into the output. Rows of a block that later steps read from the cache are rounded before attention, too,
+so that a row sees the same keys in every step.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from torch import Tensor
 from dflash_kernels.fp8_config import has_fp8
 from dflash_kernels.fp8_numbers import as_bytes, as_fp8, from_bytes
 from dflash_kernels.fp8_weight import FP8, FP8_MAX
-from dflash_kernels.launch_config import check_dtypes, jit, tl
+from dflash_kernels.launch_config import check_dtypes, constexpr, jit, tl
 
 
 class KVScales(NamedTuple):
@@ -48,6 +49,17 @@ def as_readable(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype == FP8 and not has_fp8(cache.device) else cache
 
 
+_TL_FOUR_NUMBERS = constexpr("""
+{
+    .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}
+""")
+"""Converts four numbers of e4m3 to float16, exactly."""
+
+
 @jit
 def to_cache(rows, inverse_scale, dtype: tl.constexpr):
     """Return a tile of rows as a cache of this dtype stores it. `inverse_scale` is a number, or a tile of numbers."""
@@ -59,8 +71,21 @@ def to_cache(rows, inverse_scale, dtype: tl.constexpr):
 
 
 @jit
+def beside_cache(queries, dtype: tl.constexpr):
+    """Return queries as scores with tiles of a cache of this dtype take them. Float16 ends at 65,504."""
+    if dtype == tl.float8e4nv and queries.dtype == tl.bfloat16:
+        queries = tl.minimum(tl.maximum(queries.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return queries
+
+
+@jit
 def from_cache(tile, dtype: tl.constexpr):
     """Return a tile of a cache in the dtype of a computation, without its scale."""
     if tile.dtype == tl.uint8:
         tile = from_bytes(tile)
+    if tile.dtype == tl.float8e4nv and dtype == tl.float16:
+        # Not pure, so that the compiler keeps the conversion before the move to another layout, which is slow in bytes.
+        return tl.inline_asm_elementwise(
+            _TL_FOUR_NUMBERS, "=r,=r,r", [tile], dtype=tl.float16, is_pure=False, pack=4
+        )  # fmt: skip
     return tile.to(dtype)

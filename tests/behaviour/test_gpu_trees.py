@@ -61,7 +61,7 @@ def test_steps_are_captured_and_nothing_is_compiled_after_the_warm_up() -> None:
     graphs = llm.engine.runner.graphs
     assert graphs is not None
     captured = graphs.captured
-    assert {mode.verify_width for _, mode in captured} >= {1, 8}
+    assert 8 in {mode.verify_width for _, mode in captured}
     llm.generate(bundled_prompts()[:8], [params[index % 2] for index in range(8)])
     assert graphs.captured == captured
 

@@ -8,7 +8,6 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 
@@ -35,6 +34,7 @@ from dflash_testing.pairs import (
 )
 
 pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
 
 PROMPTS = [prompt[:24] for prompt in bundled_prompts()[:3]]
 PARAMS = SamplingParams(max_new_tokens=40, stop_token_ids=(0,), grammar=JSON, seed=5)

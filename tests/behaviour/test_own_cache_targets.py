@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import tiny_directory
@@ -102,6 +103,32 @@ def test_steps_with_several_residual_streams_equal_the_plain_loop(tmp_path: Path
     found = [(step.draft_ids, step.num_accepted) for step in output.drafts]
     assert len(found) > 4
     assert found == steps[: len(found)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mamba",
+        "mamba2",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in OWN_CACHE
+            if kind not in ("mamba", "mamba2", "minimax")
+        ),
+    ],
+)
+def test_a_target_runs_in_bfloat16(kind: str, tmp_path: Path) -> None:
+    """Some families add their residuals in float32, whatever the dtype of the weights.
+
+    The trial refuses this minimax: its state is in bfloat16, and the weights are so large that the roundings show.
+    """
+    make_model(tmp_path, kind)
+    target = host_own_cache(tmp_path, torch.bfloat16)
+    draft = random_draft(target, torch.bfloat16, rope=RopeConfig(theta=10_000.0))
+    llm = random_llm(target, draft, NUM_DRAFTS)
+    (output,) = llm.generate(random_prompts((17,), target.config.vocab_size), replace(PARAMS, max_new_tokens=FEW))
+    assert output.error is None
+    assert len(output.token_ids) == FEW
 
 
 @pytest.mark.parametrize(

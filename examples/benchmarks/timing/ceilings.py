@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from timing.floors import Rates
-from timing.pairs import BLOCK, RandomPair
+from timing.pairs import RandomPair
 
 Product = tuple[int, Tensor]
 """Number of rows, and the weight [outputs, inputs]."""
@@ -66,7 +66,7 @@ def step_products(random: RandomPair, batch: int, *, is_drafting: bool) -> list[
     head = pair.target.head.plain
     if not is_drafting:
         return [*_layers(pair.target, batch), (batch, head)]
-    rows = batch * BLOCK
+    rows = batch * random.shape.block
     _, kv_heads, head_dim = random.shape.heads_of_draft
     names = (f"layers.{index}.self_attn.qkv_proj.weight" for index in range(random.shape.draft_layers))
     context = torch.cat([draft[name][-2 * kv_heads * head_dim :] for name in names])

@@ -5,12 +5,9 @@ few steps of every kind. A kind's ratio is the median over rounds of its time ov
 """
 
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig
@@ -18,6 +15,7 @@ from dflash_runtime.drafts.draft import build_draft
 from dflash_runtime.llm import LLM
 from timing.accounting import StepAccount, profile_steps
 from timing.engine_arms import PROFILED_STEPS, WARM_STEPS, Cell, ready_engine, wait
+from timing.gauges import Span
 from timing.pairs import RandomPair, model_configs, normal_weights
 
 KINDS = ("dflash", "dflash2", "dspark", "dspark-anchor", "dspark-top64")
@@ -75,11 +73,10 @@ class KindCell(Cell):
 
 @dataclass(frozen=True)
 class KindTimes:
-    """Milliseconds per step of each round, power in watts and clock in MHz after each round, and a profile."""
+    """Milliseconds per step of each round, the wall-clock times of each round, and a profile."""
 
     rounds: list[float]
-    power: list[float]
-    clock: list[float]
+    spans: list[Span]
     acceptance: float | None
     account: StepAccount | None
 
@@ -96,10 +93,10 @@ def measure_kinds(random: RandomPair, cells: Sequence[KindCell], *, has_profile:
 
 def measure_in_turns(arms: Sequence[tuple[RandomPair, Cell]], *, has_profile: bool) -> dict[str, KindTimes]:
     """Time the steps of all arms in turns: name of the arm -> times. All engines are in memory together."""
-    cells, device = [cell for _, cell in arms], arms[0][0].pair.placement.device
+    cells = [cell for _, cell in arms]
     engines: dict[str, LLM] = {}
     rounds: dict[str, list[float]] = {cell.arm: [] for cell in cells}
-    gauges: dict[str, list[tuple[float, float]]] = {cell.arm: [] for cell in cells}
+    spans: dict[str, list[Span]] = {cell.arm: [] for cell in cells}
     try:
         for random, cell in arms:
             engines[cell.arm] = ready_engine(random, cell)
@@ -108,8 +105,9 @@ def measure_in_turns(arms: Sequence[tuple[RandomPair, Cell]], *, has_profile: bo
         for turn in range(ROUNDS):
             for place in range(len(cells)):
                 cell = cells[(turn + place) % len(cells)]
-                rounds[cell.arm].append(_round(engines[cell.arm], cell.steps // ROUNDS))
-                gauges[cell.arm].append(power_and_clock(device))
+                ms, span = _round(engines[cell.arm], cell.steps // ROUNDS)
+                rounds[cell.arm].append(ms)
+                spans[cell.arm].append(span)
         found = {}
         for arm, llm in engines.items():
             both = zip(live[arm], skipped[arm], strict=True)
@@ -118,8 +116,7 @@ def measure_in_turns(arms: Sequence[tuple[RandomPair, Cell]], *, has_profile: bo
             account = profile_steps(llm.engine.step, PROFILED_STEPS) if has_profile else None
             if any(request.is_finished for request in live[arm]):
                 raise RuntimeError(f"{arm}: a request ended before the last step")
-            power, clock = ([pair[index] for pair in gauges[arm]] for index in (0, 1))
-            found[arm] = KindTimes(rounds[arm], power, clock, acceptance, account)
+            found[arm] = KindTimes(rounds[arm], spans[arm], acceptance, account)
     finally:
         for llm in engines.values():
             llm.close()
@@ -131,24 +128,12 @@ def ratios(own: KindTimes, first: KindTimes) -> list[float]:
     return [mine / other for mine, other in zip(own.rounds, first.rounds, strict=True)]
 
 
-def power_and_clock(device: torch.device) -> tuple[float, float]:
-    """Watts and MHz of the multiprocessors now, or NaN where they cannot be read."""
-    if device.type != "cuda":
-        return float("nan"), float("nan")
-    command = ["nvidia-smi", "-i", str(device.index or 0), "--query-gpu=power.draw.instant,clocks.sm"]
-    try:
-        said = subprocess.run([*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
-        watts, clock = (float(part) for part in said.stdout.strip().split(","))
-    except (OSError, ValueError, subprocess.CalledProcessError):
-        return float("nan"), float("nan")
-    return watts, clock
-
-
-def _round(llm: LLM, num_steps: int) -> float:
+def _round(llm: LLM, num_steps: int) -> tuple[float, Span]:
+    """Milliseconds per step, and the wall-clock times of the round."""
     llm.engine.step()  # the GPU is idle before a round
     wait(llm.device)
-    begin = time.perf_counter()
+    began, begin = time.time(), time.perf_counter()
     for _ in range(num_steps):
         llm.engine.step()
     wait(llm.device)
-    return (time.perf_counter() - begin) * 1000 / num_steps
+    return (time.perf_counter() - begin) * 1000 / num_steps, (began, time.time())

@@ -16,6 +16,7 @@ from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.warm_up import step_modes
 from timing.accounting import StepAccount, profile_steps
 from timing.forced import force_acceptance
+from timing.gauges import Span
 from timing.pairs import BLOCK, RandomPair, Shape, random_prompt
 
 WARM_STEPS = 8
@@ -84,10 +85,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of the steps of a cell. `acceptance` and `verify_width` are means over drafting steps, or None."""
+    """Times of the steps of a cell. `acceptance` and `verify_width` are means over drafting steps, or None.
+
+    span  wall-clock times of the begin and the end of all rounds
+    """
 
     ms: float
     rounds: list[float]
+    span: Span
     tokens_per_second: float
     acceptance: float | None
     verify_width: float | None
@@ -101,12 +106,15 @@ def measure_steps(random: RandomPair, cell: Cell, *, has_profile: bool) -> StepT
     try:
         requests = llm.engine.scheduler.live
         before, steps_before = _num_tokens(requests), [len(request.steps) for request in requests]
+        began = time.time()
         rounds, counts = _rounds(llm, requests, cell.steps)
+        span = (began, time.time())
         num_tokens = _num_tokens(requests) - before
         drafted = [step for request, num in zip(requests, steps_before, strict=True) for step in request.steps[num:]]
         times = StepTimes(
             ms=statistics.median(rounds),
             rounds=rounds,
+            span=span,
             tokens_per_second=tokens_per_second(rounds, counts, cell.steps // ROUNDS),
             acceptance=statistics.fmean(step.num_accepted + 1 for step in drafted) if drafted else None,
             verify_width=statistics.fmean(len(step.draft_ids) + 1 for step in drafted) if drafted else None,
@@ -190,8 +198,11 @@ def make_requests(
 
 def prefill_ms(
     random: RandomPair, lengths: Sequence[int], arm: str, *, repeats: int = 3, has_profile: bool = False
-) -> tuple[list[float], StepAccount | None]:
-    """Milliseconds of each repeat from adding prompts until all have their first token, in the default engine."""
+) -> tuple[list[float], list[Span], StepAccount | None]:
+    """Milliseconds of each repeat from adding prompts until all have their first token, in the default engine.
+
+    With the wall-clock times of each repeat, and the profile of one more.
+    """
     pages = sum(-(-(length + 8 * BLOCK) // PAGE_SIZE) for length in lengths) + 1
     pair = engine_pair(
         random, arm, None, max_num_requests=len(lengths), num_pages=pages,
@@ -199,23 +210,23 @@ def prefill_ms(
     )  # fmt: skip
     llm, seeds = LLM(pair), count()
 
-    def prefill() -> float:
+    def prefill() -> tuple[float, Span]:
         requests = make_requests(random.shape, lengths, max_new_tokens=4 * BLOCK, seed=next(seeds))
         wait(llm.device)
-        started = time.perf_counter()
+        began, started = time.time(), time.perf_counter()
         for request in requests:
             llm.engine.add(request)
         while not all(request.output_token_ids for request in requests):
             llm.engine.step()
             _check(requests)
-        elapsed = time.perf_counter() - started
+        elapsed, ended = time.perf_counter() - started, time.time()
         wait(llm.device)
         llm.close()
-        return elapsed * 1000
+        return elapsed * 1000, (began, ended)
 
     prefill()
-    times = [prefill() for _ in range(repeats)]
-    return times, profile_steps(prefill, 1) if has_profile else None
+    times, spans = zip(*(prefill() for _ in range(repeats)), strict=True)
+    return list(times), list(spans), profile_steps(prefill, 1) if has_profile else None
 
 
 def wait(device: torch.device) -> None:

@@ -8,7 +8,7 @@ chooses it; the number of these is the expected one, with all experts equally li
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from timing.pairs import BLOCK, Shape
+from timing.pairs import Shape
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class StepFloor:
         """Work of a plain decoding step."""
         return self._target(batch, 1, context)
 
-    def verify(self, batch: int, context: float, width: float = BLOCK) -> list[Work]:
-        """Work of the target in a step."""
-        return self._target(batch, width, context)
+    def verify(self, batch: int, context: float, width: float | None = None) -> list[Work]:
+        """Work of the target in a step. `width` is the number of rows of each request; None: whole blocks."""
+        return self._target(batch, self.shape.block if width is None else width, context)
 
     def draft(self, batch: int, context: float, acceptance: float) -> list[Work]:
         """Work of the draft in a step, context KV of the committed tokens included."""
@@ -127,7 +127,7 @@ class StepFloor:
         context_kv = shape.draft_layers * 2 * heads[1] * heads[2] * shape.hidden
         body = shape.draft_layers * (self._attention(*heads) + self._dense)
         weights, attention = self._forward(
-            body, self.itemsize * body, heads[0], layers, batch, BLOCK, context, head_rows=BLOCK - 1
+            body, self.itemsize * body, heads[0], layers, batch, shape.block, context, head_rows=shape.block - 1
         )
         entered = 2 * batch * acceptance * (features + context_kv)
         return [Work(weights.num_bytes + self.itemsize * features, weights.operations + entered), attention]

@@ -40,7 +40,7 @@ def fp8_pairs(random: RandomPair, arms: Sequence[str]) -> dict[str, LoadedPair]:
     for arm in (arm for arm in arms if arm in FP8_ARMS):
         in_target, in_draft = FP8_ARMS[arm]
         if in_target is not None and "target" not in made:
-            weights = in_fp8(random.target_weights, in_target)
+            weights = in_fp8(random.target_weights(), in_target)
             made["target"] = family_of(random.shape)(pair.target.config, weights, pair.placement)
         drafted = random.draft_weights
         if in_draft is WHOLE_DRAFT:

@@ -4,7 +4,7 @@ from functools import partial
 
 from timing.plan import OtherSpeed, Plan, add_other, add_prefill
 from timing.report import Row, say
-from timing.vllm_arm import acceptance_note, run_vllm
+from timing.vllm_arm import VllmRun, run_vllm
 
 TRANSFORMERS_BATCHES, TRANSFORMERS_TOKENS = (1, 8), 24
 
@@ -41,43 +41,44 @@ def measure_transformers(plan: Plan) -> None:
             plan.recorder.guard(what, partial(loop, acceptance))
 
 
-def measure_vllm(plan: Plan, *, is_drafting: bool, acceptance: float | None) -> None:
+def measure_vllm(plan: Plan, run: VllmRun) -> None:
     """Measure all cells in one engine of vLLM."""
-    arm = "vllm dflash" if is_drafting else "vllm plain"
-    tokens = round(plan.steps * (acceptance or 1.0)) if is_drafting else plan.steps
+    tokens = round(plan.steps * (run.acceptance or 1.0))
     cells: list[Row] = [
         {"kind": "step", "batch": batch, "context": context, "num_tokens": tokens}
         for context in plan.contexts
         for batch in plan.batches
     ]
-    if not is_drafting:
+    if not run.is_drafting:
         cells += [{"kind": "prefill", "lengths": lengths} for lengths in plan.prefills]
-    say(f"{arm}: starting")
+    say(f"{run.arm}: starting")
+    assert plan.files is not None
     rows = run_vllm(
-        plan.shape, cells, is_drafting=is_drafting, acceptance=acceptance, max_model_len=plan.max_model_len,
-        max_num_requests=max([*plan.batches, *map(len, plan.prefills)]), device=plan.device, pair=plan.pair,
-        extra=plan.vllm_path, timeout_s=plan.vllm_timeout_s,
+        plan.shape, cells, run, plan.vllm, files=plan.files, max_model_len=plan.max_model_len,
+        max_num_requests=max([*plan.batches, *map(len, plan.prefills)]),
     )  # fmt: skip
     for index, cell in enumerate(cells):
         found = rows[index] if index < len(rows) else {"error": "time ran out before this cell"}
-        _add_vllm(plan, arm, cell, found, acceptance)
+        _add_vllm(plan, run, cell, found)
 
 
-def _add_vllm(plan: Plan, arm: str, cell: Row, found: Row, acceptance: float | None) -> None:
+def _add_vllm(plan: Plan, run: VllmRun, cell: Row, found: Row) -> None:
     """Record a row of vLLM's measurement. An error of vLLM becomes a failure row."""
+    arm = run.arm.replace("-", " ")
 
     def add() -> None:
         if "error" in found:
             raise RuntimeError(found["error"])
         if cell["kind"] == "prefill":
-            add_prefill(plan, arm, cell["lengths"], found["rounds"])
+            add_prefill(plan, arm, cell["lengths"], found["rounds"], found["spans"])
             return
         speed = OtherSpeed(
             arm=arm, batch=cell["batch"], context=cell["context"], num_tokens=cell["num_tokens"], ms=found["ms"],
-            tokens_per_second=found["tokens_per_second"], asked=acceptance, achieved=found["acceptance_achieved"],
+            tokens_per_second=found["tokens_per_second"], asked=run.acceptance, achieved=found["acceptance_achieved"],
+            spans=found["spans"],
         )  # fmt: skip
-        note = acceptance_note("dflash" in arm, acceptance)
-        add_other(plan, speed, vllm=found["vllm"], start_s=found["start_s"], acceptance_note=note)
+        facts = {"vllm": found["vllm"], "start_s": found["start_s"], "acceptance_note": run.acceptance_note}
+        add_other(plan, speed, **plan.weights, **facts)
 
     what = {key: value for key, value in cell.items() if key in ("batch", "context")}
     plan.recorder.guard({"arm": arm, **what}, add)

@@ -11,13 +11,18 @@ from timing.draft_kinds import KindCell, add_kinds, measure_kinds, ratios
 from timing.engine_arms import Cell, StepTimes, measure_steps, prefill_ms, why_not_adaptive
 from timing.floors import Rates, Work, least_ms, stated_rates
 from timing.fp8_arms import FP8_ARMS, fp8_pairs
-from timing.pairs import BLOCK, RandomPair, build_pair
+from timing.pair_files import read_pair
+from timing.pairs import RandomPair, build_pair
 from timing.plan import Plan, add_prefill, title
 from timing.report import Row, say
 
 
 def run_ours(plan: Plan) -> None:
-    random = build_pair(plan.shape, plan.max_model_len, plan.device)
+    """Measure our arms on the pair in the plan's files, or on one in memory."""
+    if plan.files is None:
+        random = build_pair(plan.shape, plan.max_model_len, plan.device)
+    else:
+        random = read_pair(plan.shape, plan.files, plan.max_model_len, plan.device)
     if "ceilings" in plan.arms:
         plan.recorder.guard({"arm": "ceilings"}, partial(measure_ceilings, plan, random))
     random.variants.update(fp8_pairs(random, plan.arms))
@@ -50,7 +55,7 @@ def measure_drafts(plan: Plan, random: RandomPair, cells: list[KindCell]) -> Non
             "block": cell.num_rows, "graphs": cell.has_graphs, "acceptance_asked": cell.acceptance,
             "acceptance": "real" if cell.acceptance is None else "synthetic", "acceptance_achieved": times.acceptance,
             "ms": times.ms, "rounds": times.rounds, "ratio": statistics.median(over), "ratios": over,
-            "watts": statistics.median(times.power), "mhz": statistics.median(times.clock),
+            **plan.gauges.over(times.spans).fields(step=times.ms / 1000), "files": plan.weights["files"],
             "least_ratio": min(over), "most_ratio": max(over), "least_ms": min(times.rounds),
             "most_ms": max(times.rounds),
         }  # fmt: skip
@@ -85,7 +90,7 @@ def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
     has_floor = cell.arm != "adaptive" and cell.arm not in FP8_ARMS
     floor_ms = _floor_ms(plan, cell, times, plan.rates) if has_floor else None
     account = times.account
-    rows = cell.batch * (BLOCK if cell.is_drafting else 1)
+    rows = cell.batch * (plan.shape.block if cell.is_drafting else 1)
     experts = plan.shape.experts if cell.arm != "adaptive" else None
     row: Row = {
         "arm": cell.arm, "shape": plan.shape_name, "batch": cell.batch, "context": cell.context,
@@ -97,6 +102,8 @@ def measure_cell(plan: Plan, random: RandomPair, cell: Cell) -> None:
         "experts": experts.distinct(rows) if experts else None,
         "experts_ms": least_ms([Work(plan.floor.experts_bytes(rows), 0)], plan.rates)
         if experts else None,
+        **plan.weights,
+        **plan.gauges.over([times.span]).fields(step=times.ms / 1000, token=1 / times.tokens_per_second),
     }  # fmt: skip
     if account is not None:
         row |= {
@@ -122,8 +129,8 @@ def measure_prefills(plan: Plan, random: RandomPair) -> None:
 def measure_prefill(plan: Plan, random: RandomPair, arm: str, lengths: list[int]) -> None:
     """Record one row of prefills."""
     has_profile = plan.is_cuda and plan.shows_kernels
-    times, account = prefill_ms(random, lengths, arm, has_profile=has_profile)
-    add_prefill(plan, arm, lengths, times)
+    times, spans, account = prefill_ms(random, lengths, arm, has_profile=has_profile)
+    add_prefill(plan, arm, lengths, times, spans)
     if account is not None:
         _show_kernels(account)
 

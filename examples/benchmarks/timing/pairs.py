@@ -1,8 +1,9 @@
 """Pairs of real shapes with random weights, created on the device. Nothing is downloaded."""
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.qwen3_5_moe import Qwen35MoeTarget
 from dflash_runtime.models.target import family_cuts, target_families
 from dflash_runtime.models.target_shares import share_config
-from dflash_runtime.models.weights import stack_projections
+from dflash_runtime.models.weights import Weights, stack_projections
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.limits import Limits
 
@@ -82,6 +83,7 @@ class Shape:
     full_every   every n-th layer has full attention
     full_heads   KV heads and head size of full layers, if they differ from sliding layers
     has_equal_kv  full layers have one projection for keys and values
+    block        rows of a block, one more than the draft tokens
     """
 
     hidden: int
@@ -103,6 +105,7 @@ class Shape:
     full_every: int = 1
     full_heads: tuple[int, int] | None = None
     has_equal_kv: bool = False
+    block: int = BLOCK
 
     @property
     def attention_layers(self) -> list[tuple[int, int, int | None]]:
@@ -293,13 +296,30 @@ MODEL_TYPES: Mapping[type[DecoderTarget], str] = {
 
 @dataclass(frozen=True)
 class RandomPair:
-    """A pair, and its weights under the names that models read. `variants` has pairs of further arms."""
+    """A pair, and its weights under the names that models read. `variants` has pairs of further arms.
+
+    target_weights  gives the target's weights, which are read once more if they are in files
+    """
 
     shape: Shape
     pair: LoadedPair
-    target_weights: Mapping[str, Tensor]
-    draft_weights: Mapping[str, Tensor]
+    target_weights: Callable[[], Weights]
+    draft_weights: Weights
     variants: dict[str, LoadedPair] = field(default_factory=dict)
+
+
+def add_shape_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `shape_of` reads."""
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument(
+        "--block", type=int, choices=range(2, BLOCK + 1), default=BLOCK, metavar="ROWS",
+        help=f"rows of a block, one more than the draft tokens, in both programs (default: {BLOCK})",
+    )  # fmt: skip
+
+
+def shape_of(given: argparse.Namespace) -> Shape:
+    """The asked shape, with blocks of the asked number of rows."""
+    return replace(SHAPES[given.shape], block=given.block)
 
 
 def open_device(name: str) -> torch.device:
@@ -348,12 +368,12 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device, ranks: Ra
     draft_weights = stack_projections(draft_own)
     target = family(target_config, target_weights, placement)
     limits = Limits(
-        num_draft_tokens=BLOCK - 1, max_model_len=max_model_len, max_num_requests=1, vocab_size=shape.vocab,
+        num_draft_tokens=shape.block - 1, max_model_len=max_model_len, max_num_requests=1, vocab_size=shape.vocab,
         max_batched_tokens=rows_of_a_step(EngineConfig(), placement.kernels),
     )  # fmt: skip
     draft = DFlashDraft(draft_config, draft_weights, target, placement)
     pair = LoadedPair(target=target, draft=draft, placement=placement, limits=limits, config=EngineConfig())
-    return RandomPair(shape, pair, target_weights, draft_weights)
+    return RandomPair(shape, pair, lambda: target_weights, draft_weights)
 
 
 def drawn_weights(shape: Shape, placement: Placement) -> tuple[Tensors, Tensors]:
@@ -413,7 +433,7 @@ def hf_config(shape: Shape) -> dict[str, Any]:
 def hf_draft_config(shape: Shape) -> dict[str, Any]:
     """The draft's config in the native dialect."""
     return _config(shape, shape.heads_of_draft, shape.draft_layers) | {
-        "architectures": ["DFlashDraftModel"], "block_size": BLOCK, "tie_word_embeddings": shape.is_tied,
+        "architectures": ["DFlashDraftModel"], "block_size": shape.block, "tie_word_embeddings": shape.is_tied,
         "num_target_layers": shape.layers, "layer_types": ["full_attention"] * shape.draft_layers,
         "dflash_config": {"mask_token_id": shape.vocab - MASK_FROM_END, "target_layer_ids": list(shape.taps)},
     }  # fmt: skip
@@ -443,8 +463,8 @@ def model_configs(shape: Shape) -> tuple[TargetConfig, DraftConfig]:
     heads, kv_heads, head_dim = shape.heads_of_draft
     common |= {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     draft = DraftConfig(
-        num_layers=shape.draft_layers, block_size=BLOCK, target_layer_ids=shape.taps,
-        mask_token_id=shape.vocab - MASK_FROM_END, draft_vocab_size=shape.vocab,
+        num_layers=shape.draft_layers, block_size=shape.block, target_layer_ids=shape.taps,
+        num_target_layers=shape.layers, mask_token_id=shape.vocab - MASK_FROM_END, draft_vocab_size=shape.vocab,
         causal=(False,) * shape.draft_layers, windows=(None,) * shape.draft_layers, **common,
     )  # fmt: skip
     return target, draft

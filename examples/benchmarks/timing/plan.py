@@ -1,6 +1,6 @@
 """The cells that `step_time.py` measures, and the rows that it records."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, product
 from pathlib import Path
@@ -11,17 +11,23 @@ from timing.draft_kinds import KindCell
 from timing.engine_arms import RECURRENT_ROWS, Cell
 from timing.floors import Rates, StepFloor, least_ms
 from timing.fp8_arms import FP8_ARMS
-from timing.pairs import BLOCK, SHAPES, Shape
+from timing.gauges import Gauges, Span
+from timing.pairs import BLOCK, Shape
 from timing.report import Recorder, Row, say
+from timing.vllm_arm import VllmSettings
 
 OURS = ("plain", "dflash", "adaptive")
 
 
 @dataclass(kw_only=True)
 class Plan:
-    """The cells to measure, and results that several arms use."""
+    """The cells to measure, and results that several arms use.
+
+    files  folder of the pair, if weights are read from files
+    """
 
     shape_name: str
+    shape: Shape
     batches: list[int]
     contexts: list[int]
     acceptances: list[float | None]
@@ -31,18 +37,19 @@ class Plan:
     has_eager: bool
     shows_kernels: bool
     device: torch.device
-    vllm_path: Path | None
-    vllm_timeout_s: float
-    pair: Path | None
+    vllm: VllmSettings
+    files: Path | None
     recorder: Recorder
+    gauges: Gauges
     rates: Rates
     kinds: list[str] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     chains: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     @property
-    def shape(self) -> Shape:
-        return SHAPES[self.shape_name]
+    def weights(self) -> Row:
+        """Where the weights of a row came from."""
+        return {"block": self.shape.block, "files": None if self.files is None else str(self.files)}
 
     @property
     def is_cuda(self) -> bool:
@@ -75,7 +82,9 @@ class Plan:
     def max_model_len(self) -> int:
         """Longest text of all arms, in tokens."""
         cells = [cell.max_model_len for cell in (*self.cells(), *chain.from_iterable(self.kind_cells()))]
-        return max([*cells, *(max(lengths) + 8 * BLOCK for lengths in self.prefills), max(self.contexts) + 1024])
+        answer = round(self.steps * max(acceptance or 1 for acceptance in self.acceptances))
+        prefills = (max(lengths) + 8 * BLOCK for lengths in self.prefills)
+        return max([*cells, *prefills, max(self.contexts) + answer + 1024])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +99,12 @@ class OtherSpeed:
     tokens_per_second: float
     asked: float | None = None
     achieved: float | None = None
+    spans: Sequence[Span] = ()
+
+    @property
+    def step_seconds(self) -> dict[str, float]:
+        """Seconds per step and per token."""
+        return {"step": self.ms / 1000, "token": 1 / self.tokens_per_second}
 
 
 def add_other(plan: Plan, speed: OtherSpeed, **facts: object) -> None:
@@ -99,17 +114,19 @@ def add_other(plan: Plan, speed: OtherSpeed, **facts: object) -> None:
         "arm": speed.arm, "shape": plan.shape_name, "batch": speed.batch, "context": speed.context,
         "acceptance": "real" if speed.asked is None else "synthetic", "acceptance_asked": speed.asked,
         "acceptance_achieved": achieved, "ms": ms, "tokens_per_second": speed.tokens_per_second,
-        "floor_ms": floor_ms, "ratio": ms / floor_ms, **facts,
+        "floor_ms": floor_ms, "ratio": ms / floor_ms, **plan.gauges.over(speed.spans).fields(**speed.step_seconds),
+        **facts,
     }  # fmt: skip
     plan.recorder.add("step", row)
     say(f"{title(row)}: {ms:.3f} ms per step, {speed.tokens_per_second:.0f} tokens/s")
 
 
-def add_prefill(plan: Plan, arm: str, lengths: list[int], times: list[float]) -> None:
+def add_prefill(plan: Plan, arm: str, lengths: list[int], times: list[float], spans: Sequence[Span]) -> None:
     floor_ms = least_ms(plan.floor.prefill(lengths, has_draft="dflash" in arm), plan.rates)
     ms = sorted(times)[len(times) // 2]
     row = {"arm": arm, "shape": plan.shape_name, "prompts": len(lengths), "tokens": lengths[0], "ms": ms}
-    plan.recorder.add("prefill", {**row, "rounds": times, "floor_ms": floor_ms})
+    power = plan.gauges.over(spans).fields(prefill=ms / 1000, token=ms / 1000 / sum(lengths))
+    plan.recorder.add("prefill", {**row, "rounds": times, "floor_ms": floor_ms, **plan.weights, **power})
     say(f"prefill {arm}, {len(lengths)} x {lengths[0]} tokens: {ms:.1f} ms")
 
 

@@ -23,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from timing.engine_arms import wait
 from timing.forced import acceptance_rates
-from timing.pairs import BLOCK, MASK_FROM_END, Shape, hf_config, random_prompt, run_dtype
+from timing.pairs import MASK_FROM_END, Shape, hf_config, random_prompt, run_dtype
 
 NUM_WARM_STEPS = 3
 
@@ -123,7 +123,7 @@ class ReferenceLoop:
         self.model, self.shape = model, shape
         with _making(model.device):
             self.draft = ReferenceDraft(model.config, shape.draft_layers, len(shape.taps)).eval().requires_grad_(False)
-        self.rates = None if acceptance is None else acceptance_rates(acceptance, BLOCK)
+        self.rates = None if acceptance is None else acceptance_rates(acceptance, shape.block)
         self.levels: list[float] = []
 
     @torch.inference_mode()
@@ -143,8 +143,8 @@ class ReferenceLoop:
             block = self._propose(anchor, features, caches[1], length)
             chosen, found = self._verify(block, caches[0], length)
             count = self._count(block, chosen) + 1
-            if count < BLOCK:
-                caches[0].crop(count - BLOCK)
+            if count < self.shape.block:
+                caches[0].crop(count - self.shape.block)
             anchor, features = chosen[:, count - 1 : count], found[:, :count]
             length += count
             num_tokens += count
@@ -154,7 +154,7 @@ class ReferenceLoop:
 
     def _propose(self, anchor: Tensor, features: Tensor, cache: DynamicCache, start: int) -> Tensor:
         """The anchor and the draft tokens [1, N]."""
-        masks = anchor.new_full((1, BLOCK - 1), self.shape.vocab - MASK_FROM_END)
+        masks = anchor.new_full((1, self.shape.block - 1), self.shape.vocab - MASK_FROM_END)
         embedded = self.model.model.embed_tokens(torch.cat((anchor, masks), dim=1))
         hidden = self.draft(embedded, features, cache, start)
         drafted = self.model.lm_head(hidden[:, 1:]).argmax(-1)
@@ -165,7 +165,7 @@ class ReferenceLoop:
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
         out = self.model(
             ids, position_ids=positions, past_key_values=cache, use_cache=True, output_hidden_states=True,
-            logits_to_keep=BLOCK,
+            logits_to_keep=self.shape.block,
         )  # fmt: skip
         tapped: list[Tensor] = [out.hidden_states[tap + 1] for tap in self.shape.taps]
         return out.logits.argmax(-1), torch.cat(tapped, dim=-1)

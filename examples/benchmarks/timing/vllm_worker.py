@@ -1,7 +1,8 @@
 """Run in a new process with vLLM: read a job from the first file, write JSON lines to the second.
 
-A job has the directories of both checkpoints, engine settings, and cells: decode steps, prefills, or a load. The script
-imports nothing of this project, so its environment may differ.
+A job has the directories of both checkpoints, engine settings, and cells: decode steps, prefills, or a load. Rows have
+the wall-clock times of each measurement, so that the caller can average the power in between. The script imports
+nothing of this project, so its environment may differ.
 """
 
 import json
@@ -10,11 +11,14 @@ import random
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 SHORT = 16
+STEPS = "vllm:iteration_tokens_total"
+"""Histogram with one observation per step of the engine."""
 
 
 class Engine:
@@ -50,7 +54,9 @@ class Engine:
         return time.perf_counter() - started, outputs, clock
 
     def counters(self) -> dict[str, float]:
-        return {item.name: item.value for item in self.llm.get_metrics() if hasattr(item, "value")}
+        """Values of counters, and numbers of observations of histograms."""
+        items = {item.name: getattr(item, "value", getattr(item, "count", None)) for item in self.llm.get_metrics()}
+        return {name: value for name, value in items.items() if value is not None}
 
     def prompts(self, lengths: list[int]) -> list[list[int]]:
         """Random token ids from the middle of the vocabulary."""
@@ -58,39 +64,65 @@ class Engine:
         return [[random.randrange(low, high) for _ in range(length)] for length in lengths]
 
 
-def measure_steps(engine: Engine, cell: Row, is_drafting: bool) -> Row:
-    """Step times from the difference of long and short answers, medians of three runs each."""
+@dataclass(frozen=True)
+class Answers:
+    """Answers of equal length to prompts that arrive together.
+
+    seconds   from the first token to the last, summed over the answers
+    drafts    draft steps, summed over the answers, and the number of accepted draft tokens
+    span      wall-clock times between which all answers grow
+    """
+
+    seconds: float
+    drafts: float
+    accepted: float
+    span: tuple[float, float]
+
+
+def answer(engine: Engine, cell: Row, length: int) -> Answers:
+    """Run a batch of random prompts and read the times of their tokens."""
+    before = engine.counters()
+    _, outputs, _ = engine.run(engine.prompts([cell["context"]] * cell["batch"]), [length] * cell["batch"])
+    drafts, accepted = drafted(before, engine.counters())
+    begins, ends = zip(*((item.metrics.first_token_ts, item.metrics.last_token_ts) for item in outputs), strict=True)
+    wall = time.time() - time.monotonic()  # vLLM stamps tokens with the monotonic clock
+    return Answers(sum(ends) - sum(begins), drafts, accepted, (max(begins) + wall, min(ends) + wall))
+
+
+def measure_steps(engine: Engine, cell: Row, speculative: Row | None) -> Row:
+    """Step times from the difference of long and short answers, medians of three runs each.
+
+    With a draft, answers of equal length take different numbers of steps. The time of each answer counts, and so a step
+    counts once for every request in it: the last steps, in which few requests are left, count little.
+    """
     batch, longer = cell["batch"], SHORT + cell["num_tokens"]
-    runs: dict[int, list[tuple[float, float, float]]] = {SHORT: [], longer: []}
-    engine.run(engine.prompts([cell["context"]] * batch), [SHORT] * batch)
-    for length, found in runs.items():
-        for _ in range(3):
-            before = engine.counters()
-            seconds, _, _ = engine.run(engine.prompts([cell["context"]] * batch), [length] * batch)
-            found.append((seconds, *drafted(before, engine.counters())))
-    short, long = (sorted(found)[1] for found in runs.values())
-    seconds = long[0] - short[0]
-    num_drafts, num_accepted = long[1] - short[1], long[2] - short[2]
-    num_steps = num_drafts / batch if is_drafting else float(cell["num_tokens"])
+    answer(engine, cell, longer)  # clocks settle, and adaptive verification learns acceptance
+    runs = [[answer(engine, cell, length) for _ in range(3)] for length in (SHORT, longer)]
+    short, long = (sorted(found, key=lambda item: item.seconds)[1] for found in runs)
+    seconds = long.seconds - short.seconds
+    num_drafts, num_accepted = long.drafts - short.drafts, long.accepted - short.accepted
+    num_steps = num_drafts if speculative is not None else float(batch * cell["num_tokens"])
     return {
         "ms": 1000 * seconds / max(num_steps, 1),
-        "tokens_per_second": batch * cell["num_tokens"] / seconds,
+        "tokens_per_second": batch**2 * cell["num_tokens"] / seconds,
         "acceptance_achieved": 1 + num_accepted / num_drafts if num_drafts else None,
+        "spans": [item.span for item in runs[1]],
     }
 
 
 def measure_prefill(engine: Engine, cell: Row) -> Row:
-    times = []
+    times, spans = [], []
     for _ in range(4):
         prompts = engine.prompts(cell["lengths"])
-        times.append(1000 * engine.run(prompts, [1] * len(prompts))[0])
-    return {"ms": statistics.median(times[1:]), "rounds": times[1:]}
+        seconds, _, clock = engine.run(prompts, [1] * len(prompts))
+        times.append(1000 * seconds)
+        spans.append((clock, clock + seconds))
+    return {"ms": statistics.median(times[1:]), "rounds": times[1:], "spans": spans[1:]}
 
 
 def measure_load(engine: Engine, cell: Row) -> Row:
-    """Run the load of the other arms, after one short run."""
-    few = cell["prompts"][: cell["num_warm"]]
-    engine.run(few, [SHORT] * len(few))
+    """Run the load of the other arms, after their warm-up."""
+    engine.run(cell["warm_prompts"], cell["warm_output_lengths"])
     before = engine.counters()
     seconds, outputs, clock = engine.run(cell["prompts"], cell["output_lengths"])
     after = engine.counters()
@@ -104,6 +136,8 @@ def measure_load(engine: Engine, cell: Row) -> Row:
         "first_token_s": first_tokens(outputs, clock),
         "acceptance_achieved": 1 + num_accepted / num_drafts if num_drafts else None,
         "num_preemptions": preemptions,
+        "num_steps": round(after[STEPS] - before.get(STEPS, 0)) if STEPS in after else None,
+        "spans": [(clock, clock + seconds)],
         "peak_memory_bytes": used_memory(),
     }
 
@@ -148,7 +182,7 @@ def main() -> None:
         for cell in job["cells"]:
             try:
                 if cell["kind"] == "step":
-                    found = measure_steps(engine, cell, job["speculative"] is not None)
+                    found = measure_steps(engine, cell, job["speculative"])
                 else:
                     found = measures[cell["kind"]](engine, cell)
             except Exception as error:

@@ -96,7 +96,10 @@ class TransformersTarget:
         return self.config.embedding_scale
 
     def _run_decoder(self, token_ids: Tensor, taps: Sequence[int], **given: Any) -> tuple[Tensor, Tensor | None, Any]:
-        """Token ids [B, T] -> hidden states [B, T, hidden], features [B, T, F] and the decoder's whole output."""
+        """Token ids [B, T] -> hidden states [B, T, hidden], features [B, T, F] and the decoder's whole output.
+
+        Both have the dtype of the embedding, also where a family adds its residuals in float32.
+        """
         outputs: dict[int, Tensor] = {}
         keep = partial(keep_output, outputs, self._num_streams)
         hooks = [self._layers[tap].register_forward_hook(partial(keep, tap)) for tap in set(taps)]
@@ -105,8 +108,9 @@ class TransformersTarget:
         finally:
             for hook in hooks:
                 hook.remove()
-        features = torch.cat([outputs[tap].to(self._device) for tap in taps], dim=-1) if taps else None
-        return output.last_hidden_state.to(self._device), features, output
+        dtype = self.embedding.dtype
+        features = torch.cat([outputs[tap].to(self._device, dtype) for tap in taps], dim=-1) if taps else None
+        return output.last_hidden_state.to(self._device, dtype).contiguous(), features, output
 
 
 class HostedTarget(TransformersTarget):

@@ -134,7 +134,7 @@ class SwappedLinear:
 
 def _by_rows(compute: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """Compute flat rows [T, K] -> [T, N] of a tensor with further axes before them."""
-    rows = compute(hidden.reshape(-1, hidden.shape[-1]))
+    rows = compute(hidden.reshape(-1, hidden.shape[-1]).contiguous())
     return rows.view(*hidden.shape[:-1], rows.shape[-1])
 
 

@@ -4,7 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 from dflash_cli.checkpoints.references import tiny_directory
@@ -13,6 +12,7 @@ from dflash_testing.grammars import SCHEMA
 from dflash_testing.pairs import bundled_tokenizer
 
 pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "x", "parameters": {}}}]
 WITH_TOOLS = (

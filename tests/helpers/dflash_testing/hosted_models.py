@@ -282,9 +282,9 @@ def host(path: Path, **placed: Any) -> HostedTarget:
     return load_hosted(source, config, replace(placement(), **placed))
 
 
-def host_own_cache(path: Path) -> OwnCacheTarget:
+def host_own_cache(path: Path, dtype: torch.dtype = torch.float32) -> OwnCacheTarget:
     """Load a directory's model, which transformers' code runs with its own cache."""
-    target = load_target(open_target(path), placement(), "transformers-cache")
+    target = load_target(open_target(path), placement(dtype), "transformers-cache")
     assert isinstance(target, OwnCacheTarget)
     return target
 

@@ -15,7 +15,8 @@ from dflash_runtime.device.loading import load_pair
 from dflash_runtime.models import agreement, swapped_attention
 from dflash_runtime.models.agreement import agree, error_of, tolerance_of
 from dflash_runtime.models.hosted_swaps import Swaps, swap_modules
-from dflash_runtime.models.swapped_modules import Call, Setting
+from dflash_runtime.models.layers import Linear
+from dflash_runtime.models.swapped_modules import Call, Setting, SwappedLinear
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.hosted_models import DEFAULT, SERVED, host, make_model, plain_text
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
@@ -217,3 +218,9 @@ def test_the_forward_of_every_family_can_be_captured(kind: str, tmp_path: Path) 
     make_model(tmp_path, kind)
     for has_swaps in (True, False):
         assert host(tmp_path, has_swaps=has_swaps).uncaptured is None
+
+
+def test_rows_that_lie_across_in_memory() -> None:
+    """A convolution over tokens may leave the rows of a text in columns."""
+    weight, rows = torch.randn(INNER, WIDTH), torch.randn(1, WIDTH, ROWS).transpose(1, 2)
+    assert agree(SwappedLinear(Linear(weight, None, triton_kernels()))(rows), rows @ weight.T)
