@@ -21,10 +21,10 @@ from dflash_kernels import logit_tiles, tree_attention
 from dflash_kernels.activation import silu_mul, silu_mul_ref
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks
+from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.launch_config import VocabShape, attention_shape
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, triton_kernels
-from dflash_kernels.tree_attention import TreeRows
 from timing.ceilings import measure_rates, median_us
 
 HEADS, KV, HEAD_DIM, HIDDEN, INNER, LAYERS, VOCAB, PAGE, ROWS = 32, 8, 128, 4096, 12_288, 5, 151_936, 16, 16
@@ -244,7 +244,8 @@ def tree_attention_cases(requests: int, context: int, nodes: int) -> list[Case]:
     pages, rows = -(-context // PAGE) + 1, nodes + 1
     log_probs, ids = torch.randn(requests, 15, VOCAB, device="cuda").mul(4).log_softmax(-1).topk(nodes, dim=-1)
     tree = KERNELS.build_tree(log_probs[:, :, None].contiguous(), ids, nodes)
-    tree_rows = TreeRows(torch.nn.functional.pad(tree.depths, (1, 0)), KERNELS.ancestor_words(tree.parents, 15))
+    depths, parents = (torch.nn.functional.pad(item, (1, 0)) for item in (tree.depths, tree.parents))
+    tree_rows = TreeRows(depths, KERNELS.ancestor_words(tree.parents, 15), parents)
     table = (torch.randperm(requests * pages, device="cuda") + 1).view(requests, pages)
     lens = torch.full((requests,), context, device="cuda")
     attend = functools.partial(KERNELS.tree_attention, window=None)

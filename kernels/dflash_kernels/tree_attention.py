@@ -10,7 +10,7 @@ of the tree's own keys need the ancestors.
 Axis letters: R requests, M rows of a tree, P pages, H heads, KV heads of keys and values, D head dim, S words.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from dflash_kernels.block_attention import (
     parts_in_use,
     room_for,
 )
-from dflash_kernels.draft_tree import is_ancestor
+from dflash_kernels.draft_tree import TreeRows, is_ancestor
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats
 from dflash_kernels.kv_store import strides_of_caches
@@ -43,15 +43,6 @@ from dflash_kernels.launch_config import (
     require,
     tl,
 )
-
-
-class TreeRows(NamedTuple):
-    """How the rows of verified trees depend on each other, int64."""
-
-    depths: Tensor
-    """[R, M] distance from the anchor, which is row 0"""
-    words: Tensor
-    """[R, M, S] bits of each row's ancestors; see `draft_tree.ancestor_words`"""
 
 
 def tree_attention_ref(

@@ -13,6 +13,7 @@ from dflash_kernels import tree_attention as module
 from dflash_kernels.block_attention import PLAIN, block_attention_ref, combine_parts
 from dflash_kernels.draft_tree import (
     Tree,
+    TreeRows,
     ancestor_words,
     ancestor_words_ref,
     build_tree,
@@ -21,8 +22,16 @@ from dflash_kernels.draft_tree import (
 )
 from dflash_kernels.launch_config import AttentionShape
 from dflash_kernels.slot_mapping import PAD
-from dflash_kernels.tree_attention import TreeRows, tree_attention, tree_attention_ref
-from dflash_kernels.tree_path import follow_tree, follow_tree_ref, move_rows, move_rows_ref
+from dflash_kernels.tree_attention import tree_attention, tree_attention_ref
+from dflash_kernels.tree_path import (
+    PathRecords,
+    follow_tree,
+    follow_tree_ref,
+    move_records,
+    move_records_ref,
+    move_rows,
+    move_rows_ref,
+)
 from dflash_testing.tensors import DEVICE, SAMPLED_DTYPES, assert_rows_close, normal, random_pages, random_softmax
 
 VOCAB = 70
@@ -231,9 +240,25 @@ def test_the_rows_of_a_path_move_to_its_positions_and_no_other_row_changes(dtype
         assert torch.equal(own.float().transpose(1, 3).flatten(0, 1), expected)
 
 
+@pytest.mark.parametrize("move", [pytest.param(move_records_ref, marks=pytest.mark.reference), move_records])
+def test_the_records_of_a_path_move_to_its_positions_and_no_other_record_changes(move: Any) -> None:
+    """Rings of 16 records, which wrap around. Two rows of the second path are not committed."""
+    records = normal(3, 4, 16, 2, 5, dtype=torch.float32, seed=1)
+    taken = torch.tensor([[0, 1, 4, 5, 9], [0, 2, 3, 11, 14]], device=DEVICE)
+    slots = torch.tensor([[70, 71, 72, 73, 74], [80, 81, 82, PAD, PAD]], device=DEVICE)
+    texts, lens = torch.tensor([3, 0], device=DEVICE), torch.tensor([11, 5], device=DEVICE)
+    expected = records.clone()
+    for request, (text, begin, count) in enumerate(((3, 11, 5), (0, 5, 3))):
+        for place in range(count):
+            source = (begin + taken[request, place]) % 16
+            expected[:, text, (begin + place) % 16] = records[:, text, source]
+    move(records, PathRecords(texts, lens, taken, slots))
+    assert torch.equal(records, expected)
+
+
 def tree_rows(tree: Tree, num_positions: int) -> TreeRows:
-    depths = torch.nn.functional.pad(tree.depths, (1, 0))
-    return TreeRows(depths, ancestor_words_ref(tree.parents, num_positions))
+    depths, parents = (torch.nn.functional.pad(item, (1, 0)) for item in (tree.depths, tree.parents))
+    return TreeRows(depths, ancestor_words_ref(tree.parents, num_positions), parents)
 
 
 @pytest.mark.parametrize("dtype", SAMPLED_DTYPES)
