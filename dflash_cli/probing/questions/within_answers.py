@@ -13,8 +13,8 @@ from dflash_cli.probing.served_finding import ServedFinding
 from dflash_runtime.phrases import plural
 
 FIRST, MORE, MIN_ANSWERS = slice(0, 4), slice(4, 12), 3
-MIN_LEN, MAX_START = 48, 32
-"""Answers of MIN_LEN tokens and more are asked again, up to their half or MAX_START tokens."""
+MIN_LEN, START = 48, 16
+"""Of answers of MIN_LEN tokens and more the first START tokens are asked again."""
 SOUND, LATE, LOWER, EACH, MOST = 1.5, 1.3, 0.4, 0.7, 0.75
 """Acceptance falls if an answer starts with SOUND tokens per step, goes on with LATE or fewer, and the rest has less
 than LOWER of the accepted draft tokens. For MOST answers the share must be below EACH."""
@@ -43,8 +43,7 @@ def ask(session: QuestionSession) -> Outcome:
         falls = len(more) >= MIN_ANSWERS and _falls(more)
         found += more
     early, late = _lengths(found)
-    most = max(item.tokens[0] for item in found) + 1
-    seen = f"{early:.2f} tokens per step in the first {most} tokens of {plural(len(found), 'answer')}, {late:.2f} then"
+    seen = f"{early:.2f} tokens per step in the first {START} tokens of {plural(len(found), 'answer')}, {late:.2f} then"
     finding = ServedFinding(
         id="acceptance-falls-within-answers",
         severity="warning",
@@ -61,9 +60,8 @@ def _split(session: QuestionSession, answers: Sequence[Answer]) -> list[SplitAns
     found = []
     for answer in answers:
         prompt_ids, token_ids = answer.output.prompt_token_ids, answer.output.token_ids
-        size = min(len(token_ids) // 2, MAX_START)
-        start = session.ask(prompt_ids, size)
-        if start.served.token_ids != token_ids[:size]:
+        start = session.ask(prompt_ids, START)
+        if start.served.token_ids != token_ids[:START]:
             continue
         whole: int | None = sum(answer.output.acceptance_lengths) - len(answer.output.acceptance_lengths)
         if not answer.output.acceptance_lengths:
@@ -72,7 +70,7 @@ def _split(session: QuestionSession, answers: Sequence[Answer]) -> list[SplitAns
         if start.num_accepted is None or whole is None:
             raise NotJudged("the accepted draft tokens of an answer are not known")
         rest = max(0, whole - start.num_accepted)
-        found.append(SplitAnswer((start.num_accepted, rest), (size - 1, len(token_ids) - size)))
+        found.append(SplitAnswer((start.num_accepted, rest), (START - 1, len(token_ids) - START)))
     return found
 
 
