@@ -34,7 +34,6 @@ def ask(session: QuestionSession) -> Outcome:
             *_changed(session, equality, texts),
             *find_undrafted(session, found, "default-settings", "greedy answers with the server's own settings"),
         ],
-        equality=equality,
     )
 
 

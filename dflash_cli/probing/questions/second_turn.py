@@ -19,8 +19,8 @@ from dflash_runtime.phrases import plural
 FIRST, MORE = slice(0, 2), slice(2, 6)
 CACHED = Variant(uses_cache=True)
 SOUND, LOWER, EACH, MOST, MIN_STEPS = 2.0, 0.4, 0.7, 0.75, 20
-"""Second turns are slower if first ones have SOUND tokens per step, and LOWER of the draft tokens or fewer are accepted
-in second ones. For MOST conversations the share must be below EACH."""
+"""Second turns are slower if their twins have SOUND tokens per step, and second turns accept less than LOWER of the
+draft tokens. For MOST conversations the share must be below EACH."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,26 +41,14 @@ def ask(session: QuestionSession) -> Outcome:
     found = _converse(session, FIRST)
     equality = _compare(session, [(item.turn_ids, item.second) for item in found])
     findings = [*_changed(session, found, equality)]
-    slower = _is_slower(found)
-    if slower:
-        more = _converse(session, MORE)
-        slower = _is_slower(more)
-        found += more
+    is_slower = _is_slower([(item.first, item.second) for item in found])
     lengths = [pooled_length([getattr(item, side) for item in found])[0] for side in ("first", "second")]
     seen = f"{equality.num_same} of {plural(equality.num_compared, 'second turn')} as by the target alone"
     if None not in lengths:
         seen += f", {lengths[0]:.2f} then {lengths[1]:.2f} tokens per step"
-    if slower:
-        findings.append(
-            ServedFinding(
-                id="second-turn-lowers-acceptance",
-                severity="warning",
-                seen=f"{seen}, in {plural(len(found), 'conversation')}",
-                follows="the draft's context of the first turn is lost; the prefix cache may hold the target's alone",
-                next="start the server without its prefix cache and compare; report it to the engine",
-            )
-        )
-    return Outcome(seen=seen, findings=findings, equality=equality)
+    if is_slower:
+        findings += _slower(session, _converse(session, MORE))
+    return Outcome(seen=seen, findings=findings)
 
 
 def _converse(session: QuestionSession, places: slice) -> list[TwoTurns]:
@@ -129,11 +117,32 @@ def _changed(session: QuestionSession, found: Sequence[TwoTurns], equality: Toke
     )
 
 
-def _is_slower(found: Sequence[TwoTurns]) -> bool:
-    first, _ = pooled_length([item.first for item in found])
-    second, num_steps = pooled_length([item.second for item in found])
+def _slower(session: QuestionSession, found: Sequence[TwoTurns]) -> Iterator[ServedFinding]:
+    """Second turns against twins that end with the same tokens and begin with others, so that no cache has them."""
+    pairs = [(session.ask(_twin(item), ANSWER_LEN, CACHED), item.second) for item in found]
+    if _is_slower(pairs):
+        usual, second = (pooled_length([pair[side] for pair in pairs])[0] for side in (0, 1))
+        yield ServedFinding(
+            id="second-turn-lowers-acceptance",
+            severity="warning",
+            seen=f"{second:.2f} tokens per step in {plural(len(found), 'second turn')}, {usual:.2f} after prompts that "
+            "end with the same and go on from no answer",
+            follows="the draft's context of the first turn is lost; the prefix cache may hold the target's alone",
+            next="start the server without its prefix cache and compare; report it to the engine",
+        )
+
+
+def _twin(item: TwoTurns) -> tuple[int, ...]:
+    middle = len(item.prompt_ids) // 2
+    return (*item.prompt_ids[middle:], *item.prompt_ids[:middle], *item.turn_ids[len(item.prompt_ids) :])
+
+
+def _is_slower(pairs: Sequence[tuple[CountedAnswer, CountedAnswer]]) -> bool:
+    """Whether the second answer of pairs accepts much less than the first."""
+    first, _ = pooled_length([pair[0] for pair in pairs])
+    second, num_steps = pooled_length([pair[1] for pair in pairs])
     if first is None or second is None or first < SOUND or num_steps < MIN_STEPS:
         return False
-    each = [[pooled_length([side])[0] or 1.0 for side in (item.first, item.second)] for item in found]
+    each = [[pooled_length([item])[0] or 1.0 for item in pair] for pair in pairs]
     num_lower = sum(later - 1 < EACH * (before - 1) for before, later in each)
-    return second - 1 < LOWER * (first - 1) and num_lower >= MOST * len(found)
+    return second - 1 < LOWER * (first - 1) and num_lower >= MOST * len(pairs)

@@ -65,14 +65,22 @@ def _split(session: QuestionSession, answer: Answer, size: int) -> SplitAnswer |
     start = session.ask(prompt_ids, size)
     if start.served.token_ids != token_ids[:size]:
         return None
-    whole: int | None = sum(answer.output.acceptance_lengths) - len(answer.output.acceptance_lengths)
-    if not answer.output.acceptance_lengths:
+    lengths = answer.output.acceptance_lengths
+    whole = _kept(sum(lengths) - len(lengths), len(lengths), len(token_ids))
+    if not lengths:
         again = session.ask(prompt_ids, len(token_ids))
-        whole = again.num_accepted if again.served.token_ids == token_ids else None
-    if start.num_accepted is None or whole is None:
+        whole = _kept(again.num_accepted, again.num_steps, len(token_ids))
+    begun = _kept(start.num_accepted, start.num_steps, size)
+    if begun is None or whole is None:
         raise NotJudged("the accepted draft tokens of an answer are not known")
-    rest = max(0, whole - start.num_accepted)
-    return SplitAnswer((start.num_accepted, rest), (size - 1, len(token_ids) - size))
+    return SplitAnswer((begun, max(0, whole - begun)), (size - 1, len(token_ids) - size))
+
+
+def _kept(num_accepted: int | None, num_steps: int | None, num_tokens: int) -> int | None:
+    """Accepted draft tokens that are in an answer. Its last step may accept tokens past its end."""
+    if num_accepted is None or num_steps is None:
+        return num_accepted
+    return max(0, min(num_accepted, num_tokens - 1 - num_steps))
 
 
 def _length(found: Sequence[SplitAnswer], side: int) -> float:
