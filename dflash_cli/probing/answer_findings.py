@@ -29,7 +29,7 @@ def _repeats(run: ServerRun) -> Iterator[ServedFinding]:
             id="answers-repeat-one-token",
             severity="warning",
             seen=f"{len(alike)} of {plural(len(long), 'answer')} repeat one token, such as {alike[0]}",
-            follows="this is no text: acceptance may be simulated, or the target's numbers overflow. The acceptance "
+            follows="acceptance may be simulated, or the target's numbers overflow. The acceptance "
             "of such answers says nothing",
             next="look for options and environment variables that simulate acceptance, and ask without the draft",
         )

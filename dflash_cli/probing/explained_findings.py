@@ -1,4 +1,4 @@
-"""Drop findings that another finding explains: what follows from a named fault is no fault of its own.
+"""Drop findings that another finding explains, so that one fault has one name.
 
 A server that drafts for a quarter of its answers also leaves JSON answers without drafts. Only the first is a fault.
 """

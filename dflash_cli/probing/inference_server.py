@@ -226,7 +226,7 @@ class InferenceServer(ABC):
         self, messages: Sequence[Mapping[str, Any]], tool: Mapping[str, Any] | None, *, max_new_tokens: int,
         is_streamed: bool = False, variant: Variant = MEASURED,
     ) -> ServedToolCall:  # fmt: skip
-        """The server's answer to a chat that must call a tool, or that has none. Raises the errors of `post`."""
+        """The server's answer to a chat, which must call the tool if one is given. Raises the errors of `post`."""
         body = {
             "model": self.model,
             "messages": list(messages),

@@ -13,7 +13,7 @@ MIN_TOKENS, MIN_STEPS, LOW, SOUND = 24, 20, 1.1, 2.0
 def find_undrafted(
     session: QuestionSession, found: Sequence[CountedAnswer], kind: str, what: str
 ) -> Iterator[ServedFinding]:
-    """A finding if answers of a kind have no draft or no accepted one, while measured answers have both."""
+    """A finding if answers of a kind lack drafts or accept hardly any, while measured answers do neither."""
     usual = session.first.total.counts.acceptance_len
     if usual is None or not found or min(item.num_tokens for item in found) < MIN_TOKENS:
         return

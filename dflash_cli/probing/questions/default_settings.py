@@ -1,7 +1,7 @@
 """Ask greedily without naming a penalty: do the server's own sampling settings change answers, or the drafting?
 
 A model's generation settings or a server's options may bring a penalty on tokens that the text already has. An answer
-at temperature 0 then avoids the likeliest token. The measured requests name neutral settings; those of users do not.
+at temperature 0 then avoids the likeliest token. The measured requests name neutral settings; requests of users do not.
 """
 
 from collections.abc import Iterator, Sequence

@@ -84,6 +84,6 @@ def _kept(num_accepted: int | None, num_steps: int | None, num_tokens: int) -> i
 
 
 def _length(found: Sequence[SplitAnswer], side: int) -> float:
-    """Tokens per step of one side, if each step drafts and commits one token that is no draft token."""
+    """Tokens per step of one side, if each step commits its accepted draft tokens and one token more."""
     accepted, tokens = (sum(getattr(item, name)[side] for item in found) for name in ("accepted", "tokens"))
     return 1 / (1 - min(accepted / tokens, 0.99))

@@ -1,4 +1,4 @@
-"""Faults that depend on the request, on the place in an answer or on what the server tells: named, and nothing else.
+"""Faults that depend on the request, on the position in an answer or on documents: named, and nothing else.
 
 Ten of them are of the first blind set of docs/measurements/probe-faults.md.
 """

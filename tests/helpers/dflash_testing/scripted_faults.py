@@ -1,4 +1,4 @@
-"""Scripted servers whose faults depend on the request, on the place in an answer, or on what the server tells."""
+"""Scripted servers with faults that depend on the request, on the position in an answer or on documents."""
 
 import random
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class Fading(Script):
 
 @dataclass
 class WithDefaults(Script):
-    """A request that names no penalty is `penalised` by so many nats. Requests of some kinds are `undrafted`."""
+    """Without a penalty of its own, a request is `penalised` by this many nats. Requests of some kinds are `undrafted`."""
 
     penalised: float = 0.0
     undrafted: tuple[Kind, ...] = ()
