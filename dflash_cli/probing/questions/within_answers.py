@@ -85,5 +85,5 @@ def _kept(num_accepted: int | None, num_steps: int | None, num_tokens: int) -> i
 
 def _length(found: Sequence[SplitAnswer], side: int) -> float:
     """Tokens per step of one side, if each step commits its accepted draft tokens and one token more."""
-    accepted, tokens = (sum(getattr(item, name)[side] for item in found) for name in ("accepted", "tokens"))
+    accepted, tokens = sum(item.accepted[side] for item in found), sum(item.tokens[side] for item in found)
     return 1 / (1 - min(accepted / tokens, 0.99))

@@ -32,7 +32,7 @@ class Fading(Script):
 
 @dataclass
 class WithDefaults(Script):
-    """Without a penalty of its own, a request is `penalised` by this many nats. Requests of some kinds are `undrafted`."""
+    """Without a penalty of its own, a request is `penalised` by this many nats. Some kinds are `undrafted`."""
 
     penalised: float = 0.0
     undrafted: tuple[Kind, ...] = ()

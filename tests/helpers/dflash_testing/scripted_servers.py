@@ -21,9 +21,9 @@ from dflash_testing.fake_engines import FakeEngine, Ids, Text
 from dflash_testing.server_forms import ANSWERS, LOGPROBS, METRICS, PATHS, documents, said
 
 NUM_PROMPTS, ANSWER_LEN = 16, 64
-V, S, L = ({"style": style} for style in ("vllm", "sglang", "llama.cpp"))
+V, S, L = (dict[str, Any](style=style) for style in ("vllm", "sglang", "llama.cpp"))
 """Changes of a script for each engine."""
-STEPS = {**V, "reports": "detailed"}
+STEPS: dict[str, Any] = {**V, "reports": "detailed"}
 """vLLM with each step in its answers."""
 
 Json = Literal["sound", "broken", "broken with drafts", "free text", "undrafted", "cut", "thinking", "refused"]
