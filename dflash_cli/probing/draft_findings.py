@@ -1,6 +1,6 @@
 """Faults of the draft that a run shows: drafts by lookup, and a draft that does not fit the target.
 
-A weak draft knows its target: it is right about the first token in about half of the steps, and on some prompts much more
+A weak draft knows its target: it is right about the first token in about half of the steps, and on some prompts more
 often. A draft of another target guesses frequent tokens. docs/how-to/probe.md states the limits.
 """
 
