@@ -134,7 +134,7 @@ class Replay:
         kv_dtype = resolve_kv_dtype(config.kv_dtype)
         self.placement = Placement(device, dtype, kernels, longest + self.num_drafts + 1, kv_dtype=kv_dtype)
         check_capability(
-            kernels.name, None, draft.config, self.placement.dtype_name, has_trees=bool(request.trees)
+            kernels.name, None, draft.config, self.placement.dtype_name, num_tree_nodes=max(request.trees, default=0)
         )  # fmt: skip
         self.tree_shape: TreeShape | None = None
         if request.trees:

@@ -11,15 +11,18 @@ import argparse
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from dflash_kernels import logit_tiles
+from dflash_kernels import logit_tiles, tree_attention
 from dflash_kernels.activation import silu_mul, silu_mul_ref
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks
-from dflash_kernels.launch_config import VocabShape
+from dflash_kernels.draft_tree import TreeRows
+from dflash_kernels.launch_config import VocabShape, attention_shape
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from timing.ceilings import measure_rates, median_us
@@ -236,6 +239,38 @@ def tree_cases(requests: int, nodes: int) -> list[Case]:
     ]
 
 
+def tree_attention_cases(requests: int, context: int, nodes: int) -> list[Case]:
+    """Attention of trees with the parts of the launch table, and in one part."""
+    pages, rows = -(-context // PAGE) + 1, nodes + 1
+    log_probs, ids = torch.randn(requests, 15, VOCAB, device="cuda").mul(4).log_softmax(-1).topk(nodes, dim=-1)
+    tree = KERNELS.build_tree(log_probs[:, :, None].contiguous(), ids, nodes)
+    depths, parents = (torch.nn.functional.pad(item, (1, 0)) for item in (tree.depths, tree.parents))
+    tree_rows = TreeRows(depths, KERNELS.ancestor_words(tree.parents, 15), parents)
+    table = (torch.randperm(requests * pages, device="cuda") + 1).view(requests, pages)
+    lens = torch.full((requests,), context, device="cuda")
+    attend = functools.partial(KERNELS.tree_attention, window=None)
+
+    def make() -> list[Tensor]:
+        caches = [cache[0] for cache in paged_caches(requests * pages + 1)]
+        return [*(normal(requests, rows, heads, HEAD_DIM) for heads in (HEADS, KV, KV)), *caches, table, lens]
+
+    given = make()
+    wide = [tensor.double() for tensor in given[:5]]
+    exact = REFERENCE.tree_attention(*wide, table, lens, tree_rows, window=None)
+    error = relative_error(attend(*given, tree_rows), exact)
+    moved = 2 * requests * (2 * KV * (context + rows) + 2 * HEADS * rows) * HEAD_DIM
+    call = rotating(make, lambda *tensors: attend(*tensors, tree_rows), max(2, min(8, int(2e8 / moved) + 1)))
+
+    def in_one_part() -> object:
+        with mock.patch.object(
+            tree_attention, "attention_shape", lambda *sizes: replace(attention_shape(*sizes), num_splits=1)
+        ):
+            return call()
+
+    name = f"tree attention R {requests} nodes {nodes} context {context}"
+    return [(name, call, error, moved), (f"{name}, one part", in_one_part, error, moved)]
+
+
 def sweep(bandwidth: float) -> None:
     """Time the passes over logits with many launch parameters; * marks the parameters of `launch_config`."""
     print(f"{'pass':16s} {'T':>4s} {'tile':>6s} {'warps':>6s} {'us':>9s} {'floor':>8s}")
@@ -300,6 +335,8 @@ def makers() -> list[Callable[[], list[Case]]]:
     made.append(lambda: [attention_case(1, 0, 2048, is_causal=True), attention_case(1, 2048, 2048, is_causal=True)])
     for requests, nodes in ((1, 8), (1, 64), (4, 64)):
         made.append(lambda r=requests, n=nodes: tree_cases(r, n))  # type: ignore[misc]
+        for context in (512, 8192, 32_768):
+            made.append(lambda r=requests, n=nodes, c=context: tree_attention_cases(r, c, n))  # type: ignore[misc]
     for requests in (1, 8, 32):
         made.append(lambda r=requests: small_cases(r))  # type: ignore[misc]
         made.append(lambda r=requests: token_cases(r))  # type: ignore[misc]

@@ -189,17 +189,17 @@ def walk_block(
 
 @jit
 def walk_tree(
-    queries, depth, dim, depths, words, is_row, keys, values, keys_row, values_row, num_rows,
+    queries, depth, dim, depths, words, is_row, keys, values, keys_row, values_row, num_rows, begin, end,
     acc, row_max, weight_sum, scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of a tree's rows to a running softmax. The bits of `words` say which rows a row sees.
+    """Add the tiles `[begin, end)` of a tree's keys to a running softmax. The bits of `words` say what a row sees.
 
     depth   [TILE_M] depth of each query row
     depths  depths of the tree's rows
     words   [TILE_M] addresses of the first word of each query row
     """
-    for step in range(tl.cdiv(num_rows, TILE_N)):
+    for step in range(begin, end):
         other = step * TILE_N + tl.arange(0, TILE_N)
         is_key = other < num_rows
         at = other.to(tl.int64)

@@ -12,6 +12,7 @@ Axis letters: R requests, N rows, P pages, H heads, KV heads of keys and values,
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,7 +199,7 @@ def factor_of_products(head_dim: int, scales: KVScales) -> float:
 
 
 @jit
-def _parts_in_use(num_tiles, NUM_PARTS: tl.constexpr, TILE_N: tl.constexpr):
+def parts_in_use(num_tiles, NUM_PARTS: tl.constexpr, TILE_N: tl.constexpr):
     """Return the number of parts that are in use, for the tile count of one row tile or of a vector of row tiles.
 
     The host does not know lengths, so it launches parts for the longest context. Of four or more parts, half stay
@@ -231,7 +232,7 @@ def _block_attention_kernel(
         context_len, readable_len, first_row, last_row, num_rows, IS_CAUSAL, WINDOW, TILE_N
     )
     num_tiles = num_context + block_tile_end - block_tile
-    num_parts = _parts_in_use(num_tiles, NUM_SPLITS, TILE_N)
+    num_parts = parts_in_use(num_tiles, NUM_SPLITS, TILE_N)
     part = tl.program_id(2)
     begin, end = part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts
     context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
@@ -287,7 +288,7 @@ def _combine_kernel(
         context_len, tl.minimum(context_len, num_pages * PAGE_SIZE), first_row, last_row, num_rows,
         IS_CAUSAL, WINDOW, TILE_N,
     )  # fmt: skip
-    num_parts = tl.where(is_row, _parts_in_use(num_context + block_tile_end - block_tile, NUM_SPLITS, TILE_N), 0)
+    num_parts = tl.where(is_row, parts_in_use(num_context + block_tile_end - block_tile, NUM_SPLITS, TILE_N), 0)
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
     dim = tl.arange(0, TILE_D)
@@ -386,8 +387,19 @@ def block_attention(
         CAP=cap, **cut, num_warps=4, num_stages=shape.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        _combine_kernel[(ceil_div(num_out, COMBINE_TILE),)](
-            parts, part_lses, context_lens, out, num_rows, page_table.shape[1], num_out, **cut,
-            TILE_R=COMBINE_TILE, num_warps=COMBINE_TILE,
-        )  # fmt: skip
+        combine_parts(parts, part_lses, context_lens, out, page_table.shape[1], cut)
     return out
+
+
+def combine_parts(
+    parts: Tensor, part_lses: Tensor, context_lens: Tensor, out: Tensor, num_pages: int, cut: Mapping[str, Any]
+) -> None:
+    """Launch the sum of the parts of the keys: means [S, T, D] and base 2 logarithms [S, T] -> out [R, N, H, D].
+
+    `cut` has the arguments by which the kernels agree on the parts in use.
+    """
+    num_out = parts.shape[1]
+    _combine_kernel[(ceil_div(num_out, COMBINE_TILE),)](
+        parts, part_lses, context_lens, out, out.shape[1], num_pages, num_out, **cut, TILE_R=COMBINE_TILE,
+        num_warps=COMBINE_TILE,
+    )  # fmt: skip

@@ -7,6 +7,9 @@ The first launch computes what needs no state: the inverse of each triangular sy
 corrections before it. It needs many registers, and the second launch needs many programs at once.
 Sources: arXiv 2412.06464; huggingface/transformers models/qwen3_5/modeling_qwen3_5.py.
 
+The rows of a tree take only from their ancestors, and decays add up along each path. The triangular system has the same
+form, because ancestors come first, so a tree needs no state per row either. Source: arXiv 2608.20961.
+
 Axis letters: R requests, W rows of a block, M rows of a ring, H value heads, G key heads, V and K sizes of a value and
 a key, C = 2 * G * K + H * V channels: queries, keys, values.
 """
@@ -27,14 +30,21 @@ from dflash_kernels.delta_rule import (
     room_for,
     state_places,
 )
+from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import MIN_DOT, ceil_div, jit, power_of_2, tl
+from dflash_kernels.launch_config import MIN_DOT, ceil_div, check_tensors, jit, power_of_2, require, tl
 
 BLOCK_TILE = 64
 """Columns of a state in one program."""
 
+MAX_TREE_ROWS = 64
+"""Most rows of a tree: a program holds the square of its rows, and compiling a larger one takes many minutes."""
+
 BLOCK_LAUNCH = {"num_warps": 4, "maxnreg": 128}
 """With more registers per thread, fewer programs share a multiprocessor."""
+
+TREE_LAUNCH = {"num_warps": 8}
+"""For more than 16 rows: 128 registers per thread are too few for 64 rows on 4 warps. Not measured."""
 
 PAIR_WARPS = ((132, 4), (512, 2))
 """Most programs of the first launch, and their warps. One warp is enough for more programs."""
@@ -47,17 +57,18 @@ def delta_blocks_ref(
     blocks: BlockTexts,
     most_replayed: int = 0,
     out: Tensor | None = None,
+    tree: TreeRows | None = None,
 ) -> Tensor:
     """Return the results of `delta_rule_ref`, and keep its records."""
-    return delta_rule_ref(rows, gates, memory, blocks, most_replayed, out)
+    return delta_rule_ref(rows, gates, memory, blocks, most_replayed, out, tree)
 
 
 @jit(do_not_specialize=["num_rows"])
 def _delta_pairs_kernel(
-    rows, decay_in, beta_in, log_rate, bias, keys, decays, texts, lens, squares, marks,
+    rows, decay_in, beta_in, log_rate, bias, keys, decays, texts, lens, words, squares, marks,
     num_rows, ring_size, rows_row, decay_row, beta_row, scale, eps,
     NUM_HEADS: tl.constexpr, NUM_KEYS: tl.constexpr, KEY: tl.constexpr, TILE_K: tl.constexpr, TILE_R: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    NUM_WORDS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group = head // (NUM_HEADS // NUM_KEYS)
@@ -75,8 +86,15 @@ def _delta_pairs_kernel(
     decay, beta = load_gates(decay_in, beta_in, flat * decay_row + head, flat * beta_row + head, is_row, rate, shift)
     decay, beta = tl.where(is_row, decay, 0.0), tl.where(is_row, beta, 0.0)
     ask_scale, key_scale = length_scale(asks, eps) * scale, length_scale(new_keys, eps)
-    total = tl.cumsum(decay, 0)
-    pairs, share = row_pairs(asks, new_keys, ask_scale, key_scale, total, beta, TILE_R, "tf32x3")
+    if words is None:
+        total = tl.cumsum(decay, 0)
+        pairs, share = row_pairs(asks, new_keys, ask_scale, key_scale, total, beta, TILE_R, "tf32x3")
+    else:
+        is_pair = is_row[:, None] & is_row[None, :]
+        word = tl.load(words + (flat * NUM_WORDS)[:, None] + (row // 64)[None, :], mask=is_pair, other=0)
+        is_seen = ((word >> (row % 64)[None, :]) & 1) != 0
+        total = tl.sum(tl.where(is_seen, decay[None, :], 0.0), 1)
+        pairs, share = row_pairs(asks, new_keys, ask_scale, key_scale, total, beta, TILE_R, "tf32x3", is_seen)
     square = squares + (request * NUM_HEADS + head) * 2 * TILE_R * TILE_R + row[:, None] * TILE_R + row[None, :]
     near = row[:, None] // 2 == row[None, :] // 2
     inverse = tl.where(row[:, None] == row[None, :], 1.0, tl.where(near, -pairs, 0.0))
@@ -143,9 +161,14 @@ def delta_blocks(
     blocks: BlockTexts,
     most_replayed: int = 0,
     out: Tensor | None = None,
+    tree: TreeRows | None = None,
 ) -> Tensor:
     """Compute `delta_blocks_ref` in two launches, all rows of a block at once."""
     num_rows = check_blocks(rows, gates, memory, blocks, most_replayed)
+    if tree is not None:
+        check_tensors(rows, *tree)
+        require(tree.words.shape[:2] == (len(blocks.texts), num_rows), "tree", "one entry per row")
+        require(num_rows <= MAX_TREE_ROWS, "tree", f"at most {MAX_TREE_ROWS} rows")
     _, size, num_keys, key_size = memory.keys.shape
     num_heads, value_size = memory.deltas.shape[2:]
     out = room_for(rows, num_heads, value_size) if out is None else out
@@ -159,14 +182,16 @@ def delta_blocks(
     marks = torch.empty((count, num_heads, 2, tile_rows), dtype=torch.float32, device=rows.device)
     texts, state_lens, lens = blocks
     _delta_pairs_kernel[(count, num_heads)](
-        rows, *gates, memory.keys, memory.decays, texts, lens, squares, marks, num_rows, size,
+        rows, *gates, memory.keys, memory.decays, texts, lens, tree.words.contiguous() if tree is not None else None,
+        squares, marks, num_rows, size,
         rows.stride(0), gates.decay.stride(0), gates.beta.stride(0), key_size**-0.5, EPSILON,
-        **sizes, num_warps=next((warps for most, warps in PAIR_WARPS if count * num_heads <= most), 1),
+        **sizes, NUM_WORDS=tree.words.shape[2] if tree is not None else 0,
+        num_warps=next((warps for most, warps in PAIR_WARPS if count * num_heads <= most), 1),
         **early(rows.device),
     )  # fmt: skip
     _delta_blocks_kernel[(ceil_div(value_size, tile_values), num_heads, count)](
         rows, *memory, texts, state_lens, lens, squares, marks, out, num_rows, size, most_replayed, rows.stride(0),
         **sizes, VALUE=value_size, TILE_V=tile_values, IS_SPLIT=rows.dtype == torch.bfloat16,
-        **BLOCK_LAUNCH, **early(rows.device),
+        **(BLOCK_LAUNCH if tile_rows <= MIN_DOT else TREE_LAUNCH), **early(rows.device),
     )  # fmt: skip
     return out

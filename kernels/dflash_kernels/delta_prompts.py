@@ -161,17 +161,24 @@ def length_scale(rows, eps):
 
 
 @jit
-def row_pairs(asks, keys, ask_scale, key_scale, total, beta, NUM_ROWS: tl.constexpr, PRECISION: tl.constexpr):
+def row_pairs(
+    asks, keys, ask_scale, key_scale, total, beta, NUM_ROWS: tl.constexpr, PRECISION: tl.constexpr, is_seen=None
+):
     """Return what each row takes from the corrections of the rows before it, with its key and with its query.
 
     asks, keys  [N, K]
     total       [N]   sum of the decays up to each row
+    is_seen     [N, N]   rows that each row takes from, itself included; by default all rows up to it
     """
     row = tl.arange(0, NUM_ROWS)
     near = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     asked = tl.dot(asks, tl.trans(keys), input_precision=PRECISION)
     since = total[:, None] - total[None, :]
-    since = tl.exp(tl.where(row[:, None] >= row[None, :], since, float("-inf"))) * key_scale[None, :]
+    if is_seen is None:
+        since = tl.where(row[:, None] >= row[None, :], since, float("-inf"))
+    else:
+        since = tl.where(is_seen, since, float("-inf"))
+    since = tl.exp(since) * key_scale[None, :]
     pairs = tl.where(row[:, None] > row[None, :], (beta * key_scale)[:, None] * since * near, 0.0)
     return pairs, since * asked * ask_scale[:, None]
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     MIN_DOT,
@@ -121,6 +122,7 @@ def delta_rule_ref(
     blocks: BlockTexts,
     most_replayed: int = 0,
     out: Tensor | None = None,
+    tree: TreeRows | None = None,
 ) -> Tensor:
     """Run blocks of rows from the states of their texts.
 
@@ -128,6 +130,7 @@ def delta_rule_ref(
     memory         written: the records of the block's rows, and the replayed states
     most_replayed  a state with more replayed rows is stored, and then includes all rows before the block
     out            [R * W, H, V] in the dtype of `rows`, written; a new tensor if None
+    tree           the blocks are trees: the state before a row is the state after its parent
     Returns `out`.
     """
     count = len(blocks.texts)
@@ -139,12 +142,17 @@ def delta_rule_ref(
     query, values = query * key_size**-0.5, values.view(count, -1, num_heads, value_size)
     decays, betas = (item.view(count, -1, num_heads) for item in gate_values(gates, wide))
     state = _replay(memory, blocks, most_replayed)
-    outs, repeat = [], num_heads // num_keys
-    for index in range(keys.shape[1]):
+    outs, repeat, num_rows = [], num_heads // num_keys, keys.shape[1]
+    kept = state.new_empty((num_rows, *state.shape)) if tree is not None else None
+    for index in range(num_rows):
+        if kept is not None and tree is not None and index:
+            state = kept[tree.parents[:, index], torch.arange(count, device=rows.device)]
         key, ask = (item[:, index].repeat_interleave(repeat, 1)[..., None] for item in (keys, query))
         state = state * decays[:, index].exp()[:, :, None, None]
         delta = (values[:, index] - (state * key).sum(-2)) * betas[:, index, :, None]
         state = state + key * delta[:, :, None]
+        if kept is not None:
+            kept[index] = state
         outs.append((state * ask).sum(-2))
         slot = (blocks.lens + index) % size
         memory.keys[blocks.texts, slot] = keys[:, index]

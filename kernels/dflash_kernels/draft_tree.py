@@ -34,6 +34,17 @@ class Tree(NamedTuple):
     """number of tokens from the anchor to the node: 1 to K"""
 
 
+class TreeRows(NamedTuple):
+    """How the rows of verified trees depend on each other, int64."""
+
+    depths: Tensor
+    """[R, M] distance from the anchor, which is row 0"""
+    words: Tensor
+    """[R, M, S] bits of each row's ancestors; see `ancestor_words`"""
+    parents: Tensor
+    """[R, M] row of the parent; of the anchor 0"""
+
+
 def build_tree_ref(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree:
     """Return the `num_nodes` most likely paths of each request.
 

@@ -69,7 +69,17 @@ from dflash_kernels.step_rows import (
 )
 from dflash_kernels.top_tokens import top_tokens, top_tokens_ref
 from dflash_kernels.tree_attention import tree_attention, tree_attention_ref
-from dflash_kernels.tree_path import Path, follow_tree, follow_tree_ref, move_rows, move_rows_ref
+from dflash_kernels.tree_conv import tree_conv, tree_conv_ref
+from dflash_kernels.tree_path import (
+    Path,
+    PathRecords,
+    follow_tree,
+    follow_tree_ref,
+    move_records,
+    move_records_ref,
+    move_rows,
+    move_rows_ref,
+)
 
 KernelChoice = Literal["auto", "triton", "reference"]
 
@@ -103,6 +113,7 @@ class Kernels:
     candidate_walk: Callable[..., Walk]
     markov_walk: Callable[..., Tensor]
     recent_conv: Callable[..., Tensor]
+    tree_conv: Callable[..., Tensor]
     delta_rule: Callable[..., Tensor]
     delta_blocks: Callable[..., Tensor]
     delta_prompts: Callable[..., Tensor]
@@ -115,6 +126,7 @@ class Kernels:
     ancestor_words: Callable[[Tensor, int], Tensor]
     follow_tree: Callable[[Tree, Tensor, int], Path]
     move_rows: Callable[[Tensor, Tensor, Tensor], None]
+    move_records: Callable[[Tensor, PathRecords], None]
     change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
     switch_on_rows: Callable[[RowState, ReadyRows, Tensor, Tensor], Tensor]
     locate_rows: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
@@ -149,6 +161,7 @@ REFERENCE = Kernels(
     candidate_walk=candidate_walk_ref,
     markov_walk=markov_walk_ref,
     recent_conv=recent_conv_ref,
+    tree_conv=tree_conv_ref,
     delta_rule=delta_rule_ref,
     delta_blocks=delta_blocks_ref,
     delta_prompts=delta_prompts_ref,
@@ -161,6 +174,7 @@ REFERENCE = Kernels(
     ancestor_words=ancestor_words_ref,
     follow_tree=follow_tree_ref,
     move_rows=move_rows_ref,
+    move_records=move_records_ref,
     change_rows=change_rows_ref,
     switch_on_rows=switch_on_rows_ref,
     locate_rows=locate_rows_ref,
@@ -195,6 +209,7 @@ _TRITON = Kernels(
     candidate_walk=candidate_walk,
     markov_walk=markov_walk,
     recent_conv=recent_conv,
+    tree_conv=tree_conv,
     delta_rule=delta_rule,
     delta_blocks=delta_blocks,
     delta_prompts=delta_prompts,
@@ -207,6 +222,7 @@ _TRITON = Kernels(
     ancestor_words=ancestor_words,
     follow_tree=follow_tree,
     move_rows=move_rows,
+    move_records=move_records,
     change_rows=change_rows,
     switch_on_rows=switch_on_rows,
     locate_rows=locate_rows,

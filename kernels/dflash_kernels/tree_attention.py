@@ -3,18 +3,19 @@
 It differs from `block_attention.py` in the block: a row sees only the rows of its path, and its position is
 `context_len + depth`. All rows of a tree are verified in one forward, although several rows have one position.
 
-The kernel packs rows and query heads into tiles as `block_attention.py` does. It does not cut keys into parts, because
-a tree has several times the rows of a block, and so several times the programs.
+The kernel packs rows and query heads into tiles as `block_attention.py` does. If few requests leave the device idle, it
+also cuts the keys into parts, which the kernel of that module adds up. Every row sees the whole context, so only tiles
+of the tree's own keys need the ancestors.
 
 Axis letters: R requests, M rows of a tree, P pages, H heads, KV heads of keys and values, D head dim, S words.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dflash_kernels.attention_walk import begin_softmax, walk_context, walk_tree
+from dflash_kernels.attention_walk import begin_softmax, share_of_tiles, tiles_in_sight, walk_context, walk_tree
 from dflash_kernels.block_attention import (
     PLAIN,
     Softmax,
@@ -22,10 +23,13 @@ from dflash_kernels.block_attention import (
     cap_of_products,
     check_room,
     check_softmax,
+    combine_parts,
     factor_of_products,
+    parts_in_use,
     room_for,
 )
-from dflash_kernels.draft_tree import is_ancestor
+from dflash_kernels.draft_tree import TreeRows, is_ancestor
+from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats
 from dflash_kernels.kv_store import strides_of_caches
 from dflash_kernels.launch_config import (
@@ -39,15 +43,6 @@ from dflash_kernels.launch_config import (
     require,
     tl,
 )
-
-
-class TreeRows(NamedTuple):
-    """How the rows of verified trees depend on each other, int64."""
-
-    depths: Tensor
-    """[R, M] distance from the anchor, which is row 0"""
-    words: Tensor
-    """[R, M, S] bits of each row's ancestors; see `draft_tree.ancestor_words`"""
 
 
 def tree_attention_ref(
@@ -85,18 +80,35 @@ def tree_attention_ref(
 
 @jit
 def _tree_attention_kernel(
-    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, depths, words, sinks, out,
-    query_row, query_head, keys_row, keys_head, values_row, values_head,
+    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, depths, words, sinks,
+    out, part_lses, query_row, query_head, keys_row, keys_head, values_row, values_head,
     cache_page, cache_row, cache_head, table_stride,
-    num_rows, num_pages, scale, value_scale,
+    num_rows, num_pages, num_out, scale, value_scale,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, NUM_WORDS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, NUM_WORDS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     request = (tl.program_id(1) // NUM_KV).to(tl.int64)
     kv_head = (tl.program_id(1) % NUM_KV).to(tl.int64)
     context_len = tl.load(context_lens + request).to(tl.int32)
     readable_len = tl.minimum(context_len, num_pages * PAGE_SIZE)
+    # The anchor is the row that sees the farthest back, so all row tiles see the same keys.
+    context_tile, num_context, block_tile, block_tile_end = tiles_in_sight(
+        context_len, readable_len, 0, num_rows - 1, num_rows, True, WINDOW, TILE_N
+    )
+    num_tiles = num_context + block_tile_end - block_tile
+    num_parts = parts_in_use(num_tiles, NUM_SPLITS, TILE_N)
+    part = tl.program_id(2)
+    context_begin, context_end, block_begin, block_end, is_last = share_of_tiles(
+        part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts,
+        context_tile, num_context, block_tile, block_tile_end,
+    )  # fmt: skip
+    # The previous launch may still run until here: it writes neither lengths nor page tables.
+    wait_for_launches_before(IS_EARLY)
+    if NUM_SPLITS > 1:
+        let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
+    if part >= num_parts:
+        return  # the next launch ignores this part
     packed = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     row, head = packed // GROUP, kv_head * GROUP + packed % GROUP
     is_row = row < num_rows
@@ -107,25 +119,24 @@ def _tree_attention_kernel(
         query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
     )
     depth = tl.load(depths + flat_row, mask=is_row, other=0).to(tl.int32)
-    first = 0
-    if WINDOW:
-        # The anchor is the row that sees the farthest back.
-        first = tl.maximum(context_len - WINDOW + 1, 0) // TILE_N
-    acc, row_max, weight_sum = begin_softmax(sinks, head, True, TILE_M, TILE_D)
+    acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
     acc, row_max, weight_sum = walk_context(
         queries, depth, dim, key_cache + kv_head * cache_head, value_cache + kv_head * cache_head, cache_page,
-        cache_row, page_table + request * table_stride, context_len, readable_len, first,
-        tl.cdiv(readable_len, TILE_N), acc, row_max, weight_sum, scale,
+        cache_row, page_table + request * table_stride, context_len, readable_len, context_begin, context_end,
+        acc, row_max, weight_sum, scale,
         HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, False,
     )  # fmt: skip
     acc, row_max, weight_sum = walk_tree(
         queries, depth, dim, depths + request * num_rows, words + flat_row * NUM_WORDS, is_row,
         block_keys + request * num_rows * keys_row + kv_head * keys_head,
         block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
-        acc, row_max, weight_sum, scale, HEAD_DIM, WINDOW, CAP, TILE_N, TILE_D,
+        block_begin, block_end, acc, row_max, weight_sum, scale, HEAD_DIM, WINDOW, CAP, TILE_N, TILE_D,
     )  # fmt: skip
-    mean = acc * value_scale / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
-    target = flat_row * (NUM_KV * GROUP) + head
+    weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
+    mean = acc * value_scale / weight_sum[:, None]
+    target = flat_row * (NUM_KV * GROUP) + head + part.to(tl.int64) * num_out
+    if NUM_SPLITS > 1:
+        tl.store(part_lses + target, row_max + tl.log2(weight_sum), mask=is_row)
     tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean.to(out.dtype.element_ty), mask=is_query)
 
 
@@ -144,7 +155,10 @@ def tree_attention(
     scales: KVScales = UNSCALED,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `tree_attention_ref` in one launch, one program per tile of packed rows and KV head."""
+    """Compute `tree_attention_ref` in one launch, or in two if the keys are cut into parts.
+
+    The number of parts depends on shapes only, so a captured graph serves every context that fits its page table.
+    """
     check_tensors(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, *tree)
     check_formats(key_cache, value_cache, query, block_keys, block_values)
     num_requests, num_rows, num_heads, head_dim = query.shape
@@ -167,15 +181,29 @@ def tree_attention(
     require(all(tensor.stride(2) == 1 for tensor in flat), "query, block_keys, block_values", "contiguous heads")
     strides = [stride for tensor in flat for stride in tensor.stride()[:2]]
     strides += [*strides_of_caches(key_cache, value_cache), page_table.stride(0)]
-    group, page_size = num_heads // num_kv, key_cache.shape[1]
-    shape = attention_shape(num_requests * num_kv, num_rows * group, head_dim, query.element_size(), query.device)
-    _tree_attention_kernel[(ceil_div(num_rows * group, shape.rows), num_requests * num_kv)](
-        *flat, as_readable(key_cache), as_readable(value_cache), page_table, context_lens.contiguous(),
-        tree.depths.contiguous(), tree.words.contiguous(), softmax.sinks, out, *strides,
-        num_rows, page_table.shape[1], factor_of_products(head_dim, scales), scales.value,
-        NUM_KV=num_kv, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size, WINDOW=window or 0,
-        CAP=cap_of_products(softmax, head_dim, scales), NUM_WORDS=tree.words.shape[2],
-        TILE_M=shape.rows, TILE_N=shape.keys, TILE_D=max(power_of_2(head_dim), MIN_DOT), num_warps=4,
-        num_stages=shape.num_stages,
+    group, page_size, num_pages = num_heads // num_kv, key_cache.shape[1], page_table.shape[1]
+    num_packed, num_out = num_rows * group, num_requests * num_rows * num_heads
+    shape = attention_shape(num_requests * num_kv, num_packed, head_dim, query.element_size(), query.device)
+    max_tiles = ceil_div(num_pages * page_size, shape.keys) + ceil_div(num_rows, shape.keys)
+    num_splits, context_lens = min(shape.num_splits, max_tiles), context_lens.contiguous()
+    parts, part_lses = out, out
+    if num_splits > 1:
+        parts = torch.empty((num_splits, num_out, head_dim), dtype=torch.float32, device=query.device)
+        part_lses = torch.empty((num_splits, num_out), dtype=torch.float32, device=query.device)
+    cut: dict[str, Any] = {
+        "NUM_KV": num_kv, "GROUP": group, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size, "WINDOW": window or 0,
+        "NUM_SPLITS": num_splits, "TILE_N": shape.keys, "TILE_D": max(power_of_2(head_dim), MIN_DOT),
+        **early(query.device),
+    }  # fmt: skip
+    _tree_attention_kernel[(ceil_div(num_packed, shape.rows), num_requests * num_kv, num_splits)](
+        *flat, as_readable(key_cache), as_readable(value_cache), page_table, context_lens,
+        tree.depths.contiguous(), tree.words.contiguous(), softmax.sinks, parts, part_lses, *strides,
+        num_rows, num_pages, num_out, factor_of_products(head_dim, scales), scales.value,
+        CAP=cap_of_products(softmax, head_dim, scales), NUM_WORDS=tree.words.shape[2], TILE_M=shape.rows, **cut,
+        num_warps=4, num_stages=shape.num_stages,
     )  # fmt: skip
+    if num_splits > 1:
+        # In one tile of all packed rows, every row sees the keys that the anchor and the last row see.
+        whole = {**cut, "IS_CAUSAL": True, "TILE_M": power_of_2(num_packed)}
+        combine_parts(parts, part_lses, context_lens, out, num_pages, whole)
     return out

@@ -7,7 +7,10 @@ commits this path as it commits a block without branches.
 The choice is the target's own token, greedy or sampled, so a tree changes no text. For sampled tokens this equals
 rejection sampling with several candidates: a node's children are accepted with their probability under the target.
 
-Axis letters: R requests, N nodes, M rows (N + 1), W rows of the path, P pages, L layers, E elements of a KV row.
+Recurrent layers keep records of rows in rings, by position. The records of the path's rows move likewise.
+
+Axis letters: R requests, N nodes, M rows (N + 1), W rows of the path, P pages, L layers, E elements of a KV row or a
+record, B texts, Q records of a ring.
 """
 
 from typing import NamedTuple
@@ -67,6 +70,32 @@ def move_rows_ref(pages: Tensor, sources: Tensor, slots: Tensor) -> None:
     sources, slots = (torch.where(is_moved, item, 0).flatten() for item in (sources, slots))
     page_size, raw = pages.shape[3], pages.view(torch.uint8)
     raw[slots // page_size, :, :, slots % page_size] = raw[sources // page_size, :, :, sources % page_size]
+
+
+class PathRecords(NamedTuple):
+    """Whose records move, and from which rows of a tree to which rows of the text."""
+
+    texts: Tensor
+    """[R] int64"""
+    lens: Tensor
+    """[R] int64, rows of the text before the anchor"""
+    rows: Tensor
+    """[R, W] int64, rows of the path in the tree"""
+    slots: Tensor
+    """[R, W] int64, PAD for rows that are not committed"""
+
+
+def move_records_ref(records: Tensor, path: PathRecords) -> None:
+    """Copy the records of a path from the places of the tree's rows to the places of the path's positions.
+
+    records  [L, B, Q, ...], written. Row i of a tree is at `(lens + i) % Q`, like the i-th row of a text.
+    """
+    size, lens = records.shape[2], path.lens[:, None]
+    is_moved = path.slots != PAD
+    place = torch.arange(path.rows.shape[1], device=records.device).expand_as(path.rows)
+    texts = path.texts[:, None].expand_as(place)[is_moved]
+    sources, targets = (((lens + rows) % size)[is_moved] for rows in (path.rows, place))
+    records[:, texts, targets] = records[:, texts, sources]
 
 
 @jit(do_not_specialize=["num_nodes"])
@@ -145,4 +174,36 @@ def move_rows(pages: Tensor, sources: Tensor, slots: Tensor) -> None:
         _move_rows_kernel[(len(sources), 2 * num_layers, -(-num_bytes // MOVE_TILE))](
             raw, sources.contiguous(), slots.contiguous(), raw.stride(0), raw.stride(2), raw.stride(3), num_bytes,
             NUM_PATH=sources.shape[1], PAGE_SIZE=page_size, TILE=min(MOVE_TILE, power_of_2(num_bytes)), num_warps=4,
+        )  # fmt: skip
+
+
+@jit
+def _move_records_kernel(
+    records, texts, lens, rows, slots, num_texts, ring_size, num_bytes, NUM_PATH: tl.constexpr, TILE: tl.constexpr
+):
+    request, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    begin = tl.load(lens + request)
+    base = records + (layer * num_texts + tl.load(texts + request)) * ring_size * num_bytes + column
+    # In the order of the path, as in `_move_rows_kernel`. The anchor stays where it is.
+    for place in range(1, NUM_PATH):
+        row = tl.load(rows + request * NUM_PATH + place)
+        is_moved = (tl.load(slots + request * NUM_PATH + place) != -1) & (row != place)
+        mask = (column < num_bytes) & is_moved
+        record = tl.load(base + (begin + row) % ring_size * num_bytes, mask=mask)
+        tl.store(base + (begin + place) % ring_size * num_bytes, record, mask=mask)
+
+
+def move_records(records: Tensor, path: PathRecords) -> None:
+    """Compute `move_records_ref` in one launch. Each program moves one part of every record of a path, in order."""
+    check_tensors(records, *path)
+    require(records.dim() > 3 and records.is_contiguous(), "records", "four axes or more, contiguous")
+    require(path.rows.shape == path.slots.shape and path.rows.dim() == 2, "rows, slots", "one per row of a path")
+    raw = records.flatten(3).view(torch.uint8)
+    num_layers, num_texts, size, num_bytes = raw.shape
+    if path.rows.numel() and raw.numel():
+        texts, lens, rows, slots = (item.contiguous() for item in path)
+        _move_records_kernel[(len(rows), num_layers, -(-num_bytes // MOVE_TILE))](
+            raw, texts, lens, rows, slots, num_texts, size, num_bytes, NUM_PATH=rows.shape[1],
+            TILE=min(MOVE_TILE, power_of_2(num_bytes)), num_warps=4,
         )  # fmt: skip

@@ -122,10 +122,25 @@ def test_captured_steps_equal_uncaptured_steps(has_draft: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("has_draft", [True, False])
-def test_hits_change_no_text(has_draft: bool) -> None:
+@pytest.mark.parametrize("num_nodes", [8, 63])
+def test_captured_trees_equal_uncaptured_trees_and_the_cpu(num_nodes: int) -> None:
+    given: dict[str, Any] = {"num_tree_nodes": num_nodes, "max_num_requests": 1}
+    llm = gpu_llm("float32", **given)
+    wanted = said(gpu_llm("float32", graphs=False, **given))
+    for _ in range(2):
+        assert said(llm) == wanted
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None
+    assert graphs.captured
+    settings = EngineConfig(device="cpu", num_pages=400, prefix_cache=False, **given)
+    assert said(LLM(open_target(PAIR / "target"), open_draft(PAIR / "draft"), settings)) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("has_draft", "num_nodes"), [(True, None), (True, 16), (False, None)])
+def test_hits_change_no_text(has_draft: bool, num_nodes: int | None) -> None:
     """Snapshots are restored before captured steps, and written by them."""
-    given: dict[str, Any] = {"has_draft": has_draft, "page_size": 8}
+    given: dict[str, Any] = {"has_draft": has_draft, "page_size": 8, "num_tree_nodes": num_nodes}
     beginning = random_prompts((50,), 90)[0]
     llm, without = (gpu_llm("float32", prefix_cache=is_on, **given) for is_on in (True, False))
     prompts_ = [beginning + prompt for prompt in prompts(llm.limits.vocab_size)]
@@ -149,8 +164,9 @@ def test_texts_equal_the_cpu(rows: str) -> None:
 
 
 @pytest.mark.gpu
-def test_no_step_waits_for_the_device() -> None:
-    llm = gpu_llm("bfloat16", max_batched_tokens=40, prefix_cache=True)
+@pytest.mark.parametrize("num_nodes", [None, 16])
+def test_no_step_waits_for_the_device(num_nodes: int | None) -> None:
+    llm = gpu_llm("bfloat16", max_batched_tokens=40, prefix_cache=True, num_tree_nodes=num_nodes)
     said(llm)  # warm up: compile kernels and fill allocators
     for index, (prompt, params) in enumerate(zip(prompts(llm.limits.vocab_size), answers(), strict=True)):
         llm.engine.add(Request(index=index, prompt_token_ids=tuple(prompt), params=params))

@@ -91,6 +91,31 @@ def test_many_prompts_at_once(hybrid: Hybrid, scheduling: str) -> None:
     assert [list(output.token_ids) for output in llm.generate(given, PARAMS)] == texts
 
 
+class SureDraft(KnowingDraft):
+    """Gives its tokens a probability of 0.8, so that trees are deep."""
+
+    def logits(self, *arguments: Any) -> torch.Tensor:
+        return 6 * super().logits(*arguments)
+
+
+def test_trees_give_the_text(hybrid: Hybrid) -> None:
+    """Three requests at once, in chunks of at most 24 rows, beside trees that are rejected at several positions."""
+    given = hybrid.prompts(2, 17, 33)
+    texts = hybrid.texts(given)
+    known = [Known([*prompt, *text], 2 * index) for index, (prompt, text) in enumerate(zip(given, texts, strict=True))]
+    llm = random_llm(
+        hybrid.target,
+        SureDraft(hybrid.draft(), known),
+        NUM_DRAFTS,
+        num_tree_nodes=12,
+        max_num_requests=3,
+        max_batched_tokens=24,
+    )
+    outputs = llm.generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == texts
+    assert max(length for output in outputs for length in output.acceptance_lengths) > 3
+
+
 def test_sampled_text_is_that_of_plain_decoding(hybrid: Hybrid) -> None:
     given = hybrid.prompts(3, 17, 40)
     params = [replace(PARAMS, temperature=0.8, seed=seed) for seed in (1, 2, 3)]

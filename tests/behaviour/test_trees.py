@@ -1,19 +1,17 @@
 """Trees of draft tokens: the text of plain decoding, and the acceptance of a search without an engine."""
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.kv import KVCache, PagedAttention
-from dflash_runtime.drafts.draft import Draft, SelectingDraft
+from dflash_runtime.drafts.draft import SelectingDraft
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
@@ -32,12 +30,11 @@ from dflash_testing.pairs import (
     random_prompts,
     random_target,
 )
-from dflash_testing.plain_loop import read
 from dflash_testing.poison import poison_free_slots
 from dflash_testing.preemption import preempt_youngest
+from dflash_testing.tree_search import NUM_DRAFTS, brute_force
 
 NODES = (8, 16, 32, 64)
-NUM_DRAFTS = 7
 
 
 def prompts(lengths: Sequence[int] = (1, 16, 31, 40)) -> list[tuple[int, ...]]:
@@ -54,61 +51,10 @@ def texts(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
-def draft_log_probs(draft: Draft, features: Tensor, anchor: int) -> Tensor:
-    """Log-probabilities [K, V'] of a block after the features [T, F] of a text, without an engine."""
-    length, config = len(features), draft.config
-    cache = KVCache(config, 1, length, placement(features.dtype))
-    draft.write_context(features, torch.arange(length), cache, torch.arange(length))
-    attend = PagedAttention.in_order(REFERENCE, cache, length, config.causal, config.windows)
-    block = torch.tensor([[anchor, *[config.mask_token_id] * NUM_DRAFTS]])
-    positions = torch.arange(length, length + 1 + NUM_DRAFTS)[None]
-    return draft.logits(block, positions, attend, NUM_DRAFTS)[0].log_softmax(-1)
-
-
-def best_paths(log_probs: Tensor, num_nodes: int) -> set[tuple[int, ...]]:
-    """The most likely paths, found one node at a time. A node's next sibling and first child are looked at later."""
-    values, ids = (item.tolist() for item in log_probs.sort(dim=-1, descending=True, stable=True))
-    heap: list[tuple[float, tuple[int, ...]]] = [(-values[0][0], (0,))]
-    found: set[tuple[int, ...]] = set()
-    while len(found) < num_nodes:
-        score, ranks = heapq.heappop(heap)
-        depth, rank = len(ranks) - 1, ranks[-1]
-        found.add(tuple(ids[place][index] for place, index in enumerate(ranks)))
-        heapq.heappush(heap, (score + values[depth][rank] - values[depth][rank + 1], (*ranks[:-1], rank + 1)))
-        if len(ranks) < len(values):
-            heapq.heappush(heap, (score - values[depth + 1][0], (*ranks, 0)))
-    return found
-
-
-@torch.inference_mode()
-def brute_force(draft: Draft, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], dict[int, list[int]]]:
-    """A greedy text without cache, and the acceptance lengths along it for trees of each size."""
-    target, text = bundled_target_model(), list(prompt)
-    text.append(int(read(target, draft, text)[0][-1].argmax()))
-    first = len(text)
-    while len(text) < first + num_tokens + NUM_DRAFTS + 1:
-        text.append(int(read(target, draft, text)[0][-1].argmax()))
-    _, features = read(target, draft, text)
-    lengths: dict[int, list[int]] = {}
-    for num_nodes in NODES:
-        position, lengths[num_nodes] = first - 1, []
-        while position < first - 1 + num_tokens:
-            log_probs = draft_log_probs(draft, features[:position], text[position])
-            if draft.target_ids is not None:
-                whole = torch.full((NUM_DRAFTS, target.config.vocab_size), -torch.inf)
-                log_probs = whole.index_copy(1, draft.target_ids, log_probs)
-            paths, accepted = best_paths(log_probs, num_nodes), 0
-            while tuple(text[position + 1 : position + 2 + accepted]) in paths:
-                accepted += 1
-            lengths[num_nodes].append(accepted + 1)
-            position += accepted + 1
-    return text[first - 1 :], lengths
-
-
 @pytest.mark.parametrize("draft", ["tiny", pytest.param("tiny:reduced", marks=pytest.mark.slow)])
 def test_acceptance_equals_a_search_without_a_cache(draft: str) -> None:
     prompt, num_tokens = bundled_prompts()[1][:24], 20
-    text, lengths = brute_force(bundled_draft_model(draft), prompt, num_tokens)
+    text, lengths = brute_force(bundled_target_model(), bundled_draft_model(draft), prompt, num_tokens, NODES)
     for num_nodes in NODES:
         output = tree_llm(num_nodes, draft).generate([prompt], SamplingParams(max_new_tokens=num_tokens + 1))[0]
         assert output.token_ids == tuple(text[: num_tokens + 1])
@@ -236,14 +182,21 @@ def test_no_tree_is_drafted_where_it_would_pass_the_models_limit() -> None:
 def test_what_a_tree_cannot_verify_is_refused_by_name() -> None:
     target = random_target().config
     cases: list[tuple[Any, Any, str]] = [
-        (random_hybrid_target().config, None, "tree-of-recurrent-layers"),
+        (random_hybrid_target().config, None, "tree-too-wide-for-recurrent-layers"),
         (target, random_draft_config(target, **DSPARK), "tree-of-markov-draft"),
     ]
     for config, draft, expected in cases:
-        check_capability("reference", config, draft, "float32")
+        check_capability("triton", config, draft, "float32")
         with pytest.raises(UnsupportedError) as refusal:
-            check_capability("reference", config, draft, "float32", has_trees=True)
+            check_capability("triton", config, draft, "float32", num_tree_nodes=200)
         assert (refusal.value.id, refusal.value.field) == (expected, "--tree")
+    hybrid = random_hybrid_target().config
+    for backend, most in (("triton", 63), ("reference", 200)):
+        check_capability(backend, hybrid, None, "float32", num_tree_nodes=most)
+    check_capability("reference", hybrid, None, "float32", num_tree_nodes=8, recurrent_rows="exact")
+    with pytest.raises(UnsupportedError) as refusal:
+        check_capability("triton", hybrid, None, "float32", num_tree_nodes=8, recurrent_rows="exact")
+    assert (refusal.value.id, refusal.value.field) == ("tree-rows-not-exact", "--recurrent-rows")
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,13 @@ import test_graphs
 from dflash_kernels import product
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.activation import Gate, silu_mul
-from dflash_kernels.draft_tree import Tree
+from dflash_kernels.draft_tree import Tree, TreeRows
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import DESCRIBED_SHAPES, LONG_SHAPES, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.mxfp4 import Packed
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import triton_kernels
-from dflash_kernels.tree_attention import TreeRows
 from dflash_testing import compiling
 from dflash_testing.tensors import between_layers
 
@@ -42,9 +41,8 @@ def attention_calls(kernels, caches):
             *block, *caches, table[:requests], table[:requests, 0], is_causal=True, window=None,
         )
         words = torch.ones(requests, rows, 1, dtype=torch.int64)
-        kernels.tree_attention(
-            *block, *caches, table[:requests], table[:requests, 0], TreeRows(words[..., 0], words), window=None,
-        )
+        tree = TreeRows(words[..., 0], words, words[..., 0])
+        kernels.tree_attention(*block, *caches, table[:requests], table[:requests, 0], tree, window=None)
     segments = [Segment(0, 1, 600, 0), Segment(1, 60, 0, 1)]
     usual = ragged_shape(128, 2, 0, table.device)
     shapes = (usual, DESCRIBED_SHAPES[128], LONG_SHAPES[128])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.delta_blocks import delta_blocks
+from dflash_kernels.delta_blocks import delta_blocks, delta_blocks_ref
 from dflash_kernels.delta_rule import (
     BlockTexts,
     DeltaMemory,
@@ -17,7 +17,10 @@ from dflash_kernels.delta_rule import (
     empty_states,
     gate_values,
 )
+from dflash_kernels.draft_tree import is_ancestor
 from dflash_kernels.launch_config import HAS_TRITON
+from dflash_kernels.tree_path import PathRecords, move_records_ref
+from dflash_testing.random_trees import random_tree_rows
 from dflash_testing.tensors import assert_rows_close, normal
 
 Run = Callable[..., Tensor]
@@ -97,6 +100,56 @@ def test_blocks_equal_the_rule_whatever_is_rejected(run: Any, kept: list[int], m
     rows, gates = inputs(sum(kept) + 5)
     found = run_blocks(run, rows, gates, kept, 5, most)
     assert_rows_close(found, definition(rows[: sum(kept)], part(gates, torch.arange(sum(kept)))), torch.float32)
+
+
+TREES = [pytest.param(delta_blocks_ref, marks=pytest.mark.reference), AT_ONCE]
+
+
+@pytest.mark.parametrize("run", TREES)
+@pytest.mark.parametrize("num_nodes", [6, 20])
+def test_rows_of_a_tree_equal_the_rule_along_their_paths(run: Any, num_nodes: int) -> None:
+    """Two steps of one text beside another: the second tree replays the moved records of the first tree's path."""
+    num_rows, tree = num_nodes + 1, random_tree_rows(2, num_nodes, seed=num_nodes)
+    rows, gates = inputs(4 * num_rows)
+    store, texts, seen = memory(3, 3 + 2 * num_rows), [2, 0], is_ancestor(tree.words)
+    lens, paths = [0, 0], [torch.zeros(0, dtype=torch.int64, device=rows.device)] * 2
+    for step in range(2):
+        own = torch.arange(2 * num_rows * step, 2 * num_rows * (step + 1), device=rows.device)
+        ints = torch.tensor([texts, [0, 0], lens], device=rows.device)
+        found = run(rows[own], part(gates, own), store, BlockTexts(*ints), 3, tree=tree)
+        for request in range(2):
+            first = 2 * num_rows * step + request * num_rows
+            for row in range(num_rows):
+                path = torch.cat((paths[request], first + seen[request, row].nonzero()[:, 0]))
+                expected = definition(rows[path], part(gates, path))[-1]
+                assert_rows_close(found[request * num_rows + row], expected, torch.float32)
+        if step == 0:
+            taken = [seen[request, num_rows - 1 - request].nonzero()[:3, 0] for request in range(2)]
+            paths, lens = [request * num_rows + taken[request] for request in range(2)], [3, 3]
+            moved = PathRecords(ints[0], ints[2], torch.stack(taken), torch.stack(taken))
+            for records in store[1:]:
+                move_records_ref(records[None], moved)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_requests", "num_nodes"), [(1, 8), (4, 16), (4, 32), (1, 63)])
+def test_trees_of_real_sizes_equal_the_reference(
+    monkeypatch: pytest.MonkeyPatch, num_requests: int, num_nodes: int, dtype: torch.dtype
+) -> None:
+    """Heads as in Qwen3.5-4B. The second block replays the first rows of the first tree."""
+    for name, value in (("HEADS", 32), ("KEYS", 16), ("VALUE", 128), ("KEY", 128), ("WIDTH", 64 * 128)):
+        monkeypatch.setitem(globals(), name, value)
+    count = num_requests * (num_nodes + 1)
+    tree = random_tree_rows(num_requests, num_nodes, seed=num_nodes)
+    rows, gates = inputs(count, dtype)
+    stores = [memory(num_requests, 4 + 2 * (num_nodes + 1)) for _ in range(2)]
+    texts, zeros = torch.arange(num_requests, device=rows.device), torch.zeros(num_requests, device=rows.device).long()
+    for lens in (zeros, zeros + 6):
+        blocks = BlockTexts(texts, zeros, lens)
+        found = delta_blocks(rows, gates, stores[0], blocks, 4, tree=tree)
+        expected = delta_blocks_ref(rows, gates, stores[1], blocks, 4, tree=tree)
+        assert_rows_close(found, expected, dtype)
 
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)

@@ -3,23 +3,35 @@
 import heapq
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.block_attention import PLAIN, block_attention_ref
+from dflash_kernels import tree_attention as module
+from dflash_kernels.block_attention import PLAIN, block_attention_ref, combine_parts
 from dflash_kernels.draft_tree import (
     Tree,
+    TreeRows,
     ancestor_words,
     ancestor_words_ref,
     build_tree,
     build_tree_ref,
     is_ancestor,
 )
+from dflash_kernels.launch_config import AttentionShape
 from dflash_kernels.slot_mapping import PAD
-from dflash_kernels.tree_attention import TreeRows, tree_attention, tree_attention_ref
-from dflash_kernels.tree_path import follow_tree, follow_tree_ref, move_rows, move_rows_ref
+from dflash_kernels.tree_attention import tree_attention, tree_attention_ref
+from dflash_kernels.tree_path import (
+    PathRecords,
+    follow_tree,
+    follow_tree_ref,
+    move_records,
+    move_records_ref,
+    move_rows,
+    move_rows_ref,
+)
 from dflash_testing.tensors import DEVICE, SAMPLED_DTYPES, assert_rows_close, normal, random_pages, random_softmax
 
 VOCAB = 70
@@ -228,9 +240,25 @@ def test_the_rows_of_a_path_move_to_its_positions_and_no_other_row_changes(dtype
         assert torch.equal(own.float().transpose(1, 3).flatten(0, 1), expected)
 
 
+@pytest.mark.parametrize("move", [pytest.param(move_records_ref, marks=pytest.mark.reference), move_records])
+def test_the_records_of_a_path_move_to_its_positions_and_no_other_record_changes(move: Any) -> None:
+    """Rings of 16 records, which wrap around. Two rows of the second path are not committed."""
+    records = normal(3, 4, 16, 2, 5, dtype=torch.float32, seed=1)
+    taken = torch.tensor([[0, 1, 4, 5, 9], [0, 2, 3, 11, 14]], device=DEVICE)
+    slots = torch.tensor([[70, 71, 72, 73, 74], [80, 81, 82, PAD, PAD]], device=DEVICE)
+    texts, lens = torch.tensor([3, 0], device=DEVICE), torch.tensor([11, 5], device=DEVICE)
+    expected = records.clone()
+    for request, (text, begin, count) in enumerate(((3, 11, 5), (0, 5, 3))):
+        for place in range(count):
+            source = (begin + taken[request, place]) % 16
+            expected[:, text, (begin + place) % 16] = records[:, text, source]
+    move(records, PathRecords(texts, lens, taken, slots))
+    assert torch.equal(records, expected)
+
+
 def tree_rows(tree: Tree, num_positions: int) -> TreeRows:
-    depths = torch.nn.functional.pad(tree.depths, (1, 0))
-    return TreeRows(depths, ancestor_words_ref(tree.parents, num_positions))
+    depths, parents = (torch.nn.functional.pad(item, (1, 0)) for item in (tree.depths, tree.parents))
+    return TreeRows(depths, ancestor_words_ref(tree.parents, num_positions), parents)
 
 
 @pytest.mark.parametrize("dtype", SAMPLED_DTYPES)
@@ -265,6 +293,54 @@ def test_a_row_attends_as_the_last_row_of_its_path_alone(window: int | None, kin
         window=window, softmax=softmax,
     )  # fmt: skip
     assert_rows_close(own, found, dtype)
+
+
+@pytest.mark.parametrize(("num_splits", "window", "kind"), [(5, None, "both"), (2, None, "plain"), (5, 40, "plain")])
+def test_parts_of_the_keys_add_up_to_attention_in_one_part(
+    monkeypatch: pytest.MonkeyPatch, num_splits: int, window: int | None, kind: str
+) -> None:
+    """Three row tiles, up to 6 tiles of context and 2 of the tree. A request without context has fewer tiles."""
+    lens = [90, 0, 33]
+    pages, softmax = random_pages(lens, 2, 16, 8, torch.float32, seed=3), random_softmax(kind, 4, torch.float32)
+    tree = tree_rows(random_tree(3, 6, 20, seed=8), 6)
+    query, keys, values = (normal(3, 21, heads, 16, dtype=torch.float32, seed=heads) for heads in (4, 2, 2))
+    given = (query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, pages.context_lens, tree)
+    lengths: list[int] = []
+
+    def combine(parts: Tensor, *rest: Any) -> None:
+        lengths.append(len(parts))
+        combine_parts(parts, *rest)
+
+    monkeypatch.setattr(module, "attention_shape", lambda *_: AttentionShape(16, 16, num_splits, 1))
+    monkeypatch.setattr(module, "combine_parts", combine)
+    found = tree_attention(*given, window=window, softmax=softmax)
+    assert lengths == [num_splits]
+    caches = pages.clean()
+    expected = tree_attention_ref(
+        query, keys, values, *caches, pages.page_table, pages.context_lens, tree, window=window, softmax=softmax
+    )
+    assert_rows_close(found, expected, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [500, 9000, 40_000])
+@pytest.mark.parametrize(("num_requests", "num_nodes"), [(1, 8), (1, 64), (2, 32), (4, 16), (4, 64), (1, 256)])
+def test_long_contexts_of_few_requests_equal_the_reference(num_requests: int, num_nodes: int, context: int) -> None:
+    lens = [context - 7 * request for request in range(num_requests)]
+    pages = random_pages(lens, 8, 128, 16, torch.bfloat16, seed=3)
+    tree = tree_rows(random_tree(num_requests, 15, num_nodes, seed=8), 15)
+    query, keys, values = (
+        normal(num_requests, num_nodes + 1, heads, 128, dtype=torch.bfloat16, seed=seed)
+        for seed, heads in enumerate((32, 8, 8))
+    )
+    table, context_lens = pages.page_table, pages.context_lens
+    found = tree_attention(
+        query, keys, values, pages.key_cache, pages.value_cache, table, context_lens, tree, window=None
+    )
+    wide = [tensor.float() for tensor in (query, keys, values)]
+    caches = [cache.float() for cache in pages.clean()]
+    expected = tree_attention_ref(*wide, *caches, table, context_lens, tree, window=None)  # type: ignore[misc, arg-type]
+    assert_rows_close(found, expected, torch.bfloat16)
 
 
 @pytest.mark.reference

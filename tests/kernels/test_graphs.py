@@ -11,6 +11,7 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.delta_prompts import PromptChunks
 from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
+from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS
 from dflash_kernels.mxfp4 import Packed, arrange_numbers, arrange_scales
@@ -18,10 +19,11 @@ from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
 from dflash_kernels.sandwich_norm import Beside
+from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.state_snapshots import LayerMemories, PassedRows, Snapshots
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
-from dflash_kernels.tree_attention import TreeRows
+from dflash_kernels.tree_path import PathRecords
 from dflash_testing.distributions import reject_probs
 from dflash_testing.gpu import detecting_syncs
 from dflash_testing.tensors import DEVICE, assert_rows_close, between_layers, normal, random_pages
@@ -210,6 +212,24 @@ def delta_rule(kernels: Kernels, at: Inputs, *, is_at_once: bool = False) -> tup
     return run(at["channels"], gates_of(at), memory, texts), *memory
 
 
+def delta_trees(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    """Recurrent layers over trees, and the move of the records of a path, which all rows but the last one commit."""
+    keys, deltas, decays = (item.contiguous() for item in at["records"].split((D, H * D, H), -1))
+    memory = DeltaMemory(at["states"].clone(), keys[:, :, None], deltas.unflatten(-1, (H, D)), -decays.abs())
+    parents = torch.arange(N, device=DEVICE).sub(2).clamp(min=0).expand(R, -1)  # two branches
+    depths = torch.arange(1, N + 1, device=DEVICE).div(2, rounding_mode="floor").expand(R, -1)
+    tree = TreeRows(depths, kernels.ancestor_words(parents[:, 1:], N), parents)
+    texts = BlockTexts(at["texts"], at["places"], at["places"] + at["replayed"])
+    ring = at["ring"].clone()
+    mixed = kernels.tree_conv(at["channels"], at["taps"], ring, RowRuns(texts.texts, texts.lens), tree)
+    found = kernels.delta_blocks(at["channels"], gates_of(at), memory, texts, tree=tree)
+    place = torch.arange(N - 1, device=DEVICE).expand(R, -1)
+    rows, slots = torch.where(place > 0, place + 1, 0), torch.where(place < N - 2, place, PAD)
+    for records in (*memory[1:], ring):
+        kernels.move_records(records[None], PathRecords(texts.texts, texts.lens, rows, slots))
+    return (mixed, *(item.to(BFLOAT) for item in (found, *memory, ring)))
+
+
 def delta_prompts(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     states = at["states"].clone()
     chunks = PromptChunks(at["chunks"], at["pieces"])
@@ -254,7 +274,8 @@ def step_of_trees(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     """Build trees, attend along their paths, follow the choices of a target, and move rows."""
     probs, ids = at["p"][:, 1:].sort(dim=2, descending=True)
     tree = kernels.build_tree(probs[:, :, None, : N - 1].log().float(), ids[:, :, : N - 1], N - 1)
-    rows = TreeRows(torch.nn.functional.pad(tree.depths, (1, 0)), kernels.ancestor_words(tree.parents, N - 1))
+    depths, parents = (torch.nn.functional.pad(item, (1, 0)) for item in (tree.depths, tree.parents))
+    rows = TreeRows(depths, kernels.ancestor_words(tree.parents, N - 1), parents)
     cached = [at[name] for name in ("key_cache", "value_cache", "table", "lens")]
     attended = kernels.tree_attention(at["query"], at["keys"], at["values"], *cached, rows, window=20)
     path = kernels.follow_tree(tree, torch.cat((ids[:, :, 0], at["targets"][:, :1]), dim=1), N)
@@ -320,6 +341,7 @@ CALLS: dict[str, Call] = {
     "recent_conv of chunks": lambda k, at: convolve_recent(k, at, has_blocks=False),
     "delta_rule": delta_rule,
     "delta_blocks": lambda k, at: tuple(item.to(BFLOAT) for item in delta_rule(k, at, is_at_once=True)),
+    "trees on recurrent layers": delta_trees,
     "delta_prompts": delta_prompts,
     "keep_passed": keep_passed,
     "gated_norm": lambda k, at: (

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dflash_kernels.draft_tree import is_ancestor
 from dflash_kernels.launch_config import HAS_TRITON
 from dflash_kernels.recent_conv import RowRuns, recent_conv, recent_conv_ref
+from dflash_kernels.tree_conv import tree_conv, tree_conv_ref
+from dflash_testing.random_trees import random_tree_rows
 from dflash_testing.tensors import DEVICE, DTYPES, assert_rows_close, normal, whole
 
 WIDTH, TAPS, BLOCK, TEXTS = 40, 4, 5, 3
@@ -51,6 +54,32 @@ def test_blocks_of_which_some_rows_are_kept(run: Any, dtype: torch.dtype, kept: 
             found = out[text * BLOCK : text * BLOCK + count]
             assert_rows_close(found, expected[text][begin : begin + count], dtype)
         lens = [begin + count for begin in lens]
+
+
+TREE_IMPLEMENTATIONS = [
+    pytest.param(tree_conv_ref, marks=pytest.mark.reference),
+    pytest.param(tree_conv, marks=pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")),
+]
+
+
+@pytest.mark.parametrize("run", TREE_IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_tree_are_convolved_along_their_paths(run: Any, dtype: torch.dtype) -> None:
+    """Two trees of 21 rows: after no row of the text, and after 30 rows, where the ring of 24 wraps around."""
+    lens, num_rows = [0, 30], 21
+    weight, tree = normal(TAPS, WIDTH, dtype=dtype, seed=1), random_tree_rows(2, num_rows - 1, seed=2)
+    ring = torch.full((TEXTS, num_rows + TAPS - 1, WIDTH), torch.nan, dtype=dtype, device=DEVICE)
+    texts, rows = normal(2, 30, WIDTH, dtype=dtype), normal(2, num_rows, WIDTH, dtype=dtype, seed=3)
+    for position in range(lens[1] - TAPS + 1, lens[1]):
+        ring[2, position % ring.shape[1]] = texts[1, position]
+    out = run(wider(rows.flatten(0, 1)), weight, ring, RowRuns(whole(0, 2), whole(*lens)), tree)
+    seen = is_ancestor(tree.words)
+    for request, length in enumerate(lens):
+        for row in range(num_rows):
+            path = torch.cat((texts[request, :length], rows[request, seen[request, row]]))
+            one = out[request * num_rows + row]
+            assert_rows_close(one[None], definition(path, weight)[-1:], dtype)
+            assert torch.equal(ring[(0, 2)[request], (length + row) % ring.shape[1]], rows[request, row])
 
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)

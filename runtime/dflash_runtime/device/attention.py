@@ -8,6 +8,7 @@ causal draft runs on a backend that has only causal attention.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from dflash_kernels.delta_blocks import MAX_TREE_ROWS
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError
 
@@ -16,7 +17,8 @@ from dflash_runtime.errors import UnsupportedError
 class Capability:
     """The attention that a backend computes. `max_head_dim` None means any even head size: rope turns pairs.
 
-    With `fp8_pages` it reads and writes keys and values in FP8.
+    With `fp8_pages` it reads and writes keys and values in FP8. `max_recurrent_nodes` limits the drafted tokens of
+    a tree if the target has recurrent layers; None means any number.
     """
 
     causal: bool = True
@@ -27,6 +29,7 @@ class Capability:
     dtypes: frozenset[str] = frozenset({"float32", "bfloat16", "float64"})
     fp8_pages: bool = True
     max_head_dim: int | None = None
+    max_recurrent_nodes: int | None = None
 
     def can(self, need: "Need") -> bool:
         """Whether the backend computes this attention."""
@@ -54,7 +57,9 @@ class Need:
 
 BACKENDS: Mapping[str, Capability] = {
     "reference": Capability(),
-    "triton": Capability(dtypes=frozenset({"float32", "bfloat16"}), max_head_dim=512),
+    "triton": Capability(
+        dtypes=frozenset({"float32", "bfloat16"}), max_head_dim=512, max_recurrent_nodes=MAX_TREE_ROWS - 1
+    ),
 }
 """Both backends compute every mask, window and sink, and store KV in FP8. GPUs below compute capability 8.9 convert FP8
 in integers. Tiles of heads of 512 take up to 66 KiB of shared memory on a GPU that has 99 KiB, the least from compute
@@ -68,13 +73,14 @@ def check_capability(
     dtype: str,
     *,
     has_fp8_pages: bool = False,
-    has_trees: bool = False,
+    num_tree_nodes: int = 0,
+    recurrent_rows: str = "auto",
     backends: Mapping[str, Capability] = BACKENDS,
 ) -> None:
     """Refuse a pair, or a draft alone, if a layer needs attention that the backend lacks.
 
     With `has_fp8_pages`, also refuse a backend without KV in FP8, and a target that keeps its own cache. With
-    `has_trees`, also refuse a target that keeps more than KV in pages, and a draft with a Markov head.
+    `num_tree_nodes` above 0, also refuse what cannot verify trees of this size; see `_check_trees`.
 
     Raises:
         UnsupportedError: names the layer, its attention, and the backends that compute it.
@@ -87,8 +93,8 @@ def check_capability(
         )  # fmt: skip
     if has_fp8_pages:
         _check_fp8_pages(backend, target, backends)
-    if has_trees:
-        _check_trees(target, draft)
+    if num_tree_nodes:
+        _check_trees(capability, target, draft, num_tree_nodes, recurrent_rows)
     for need in _needs(target, draft):
         if not capability.can(need):
             able = [name for name, other in backends.items() if other.can(need)]
@@ -127,16 +133,27 @@ def _check_fp8_pages(backend: str, target: TargetConfig | None, backends: Mappin
         )  # fmt: skip
 
 
-def _check_trees(target: TargetConfig | None, draft: DraftConfig | None) -> None:
-    """Refuse trees for recurrent layers, for a target with its own cache, and for a draft with a Markov head.
+def _check_trees(
+    capability: Capability, target: TargetConfig | None, draft: DraftConfig | None, num_nodes: int, recurrent_rows: str
+) -> None:
+    """Refuse wide or exact trees for recurrent layers, a target with its own cache, and a draft with a Markov head.
 
     Raises:
         UnsupportedError: names the layers or the draft's family.
     """
-    if target is not None and target.recurrence is not None:
+    most = capability.max_recurrent_nodes
+    is_at_once = target is not None and target.recurrence is not None and most is not None
+    if is_at_once and recurrent_rows == "exact":
         raise UnsupportedError(
-            f"the {target.model_type} target has recurrent layers: their state follows one path, and a tree has many",
-            id="tree-of-recurrent-layers", field="--tree", found=target.model_type, hint="leave out --tree",
+            "Triton kernels run all rows of a tree at once, whose sums may round differently",
+            id="tree-rows-not-exact", field="--recurrent-rows", found="exact", expected="auto or at-once beside --tree",
+            hint="leave out --recurrent-rows, or --kernels reference",
+        )  # fmt: skip
+    if target is not None and is_at_once and most is not None and num_nodes > most:
+        raise UnsupportedError(
+            f"the {target.model_type} target has recurrent layers, whose kernels hold the square of a tree's rows",
+            id="tree-too-wide-for-recurrent-layers", field="--tree", found=num_nodes, expected=f"at most {most}",
+            hint=f"--tree {most}",
         )  # fmt: skip
     if target is not None and target.own_cache is not None:
         raise UnsupportedError(

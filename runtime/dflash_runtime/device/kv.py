@@ -17,11 +17,11 @@ from torch import Tensor
 
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.delta_rule import Gates
+from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.kv_format import UNSCALED, KVScales
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.suite import Kernels
-from dflash_kernels.tree_attention import TreeRows
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.models.layers import Recall
 from dflash_runtime.models.placement import Placement

@@ -92,10 +92,13 @@ class LoadedPair:
     @property
     def recurrent_rows(self) -> str | None:
         """How recurrent layers run the rows of a block: "exact", "at-once", or "auto" where it depends on the number of
-        requests in a step. None without recurrent layers. Reference kernels know only the exact way.
+        requests in a step. None without recurrent layers. Reference kernels know only the exact way, and Triton
+        kernels run trees only at once.
         """
         if self.target.config.recurrence is None:
             return None
+        if self.limits.num_tree_nodes and self.placement.kernels.name != "reference":
+            return "at-once"
         is_exact = self.placement.kernels.name == "reference" or self.limits.max_num_requests <= EXACT_REQUESTS
         return "exact" if self.config.recurrent_rows == "auto" and is_exact else self.config.recurrent_rows
 
@@ -126,7 +129,8 @@ class LoadedPair:
         """
         config = replace(self.config, num_tree_nodes=num_nodes, adaptive_width=False)
         limits = replace(self.limits, num_tree_nodes=num_nodes)
-        _check_kernels(self.target.config, None if self.draft is None else self.draft.config, self.placement, limits)
+        draft = None if self.draft is None else self.draft.config
+        _check_kernels(self.target.config, draft, self.placement, limits, config)
         return replace(self, config=config, limits=limits)
 
     def with_lookup(self, name: str) -> "LoadedPair":
@@ -180,7 +184,7 @@ def load_pair(
     loaded = load_target(target, placement, runtime)
     if loaded.config.own_cache is not None:
         runtime = "transformers-cache"
-        _check_kernels(loaded.config, None, placement, limits)
+        _check_kernels(loaded.config, None, placement, limits, config)
     if runtime != "native":
         warnings += hosted_warnings(loaded, can_be_captured=can_capture(config, device, placement.kernels))
     if quantization is not None and runtime != "native":
@@ -237,7 +241,7 @@ def plan_pair(
         draft = None
     placement = _place(config, device, dtype, kernels, limits, ranks)
     draft_config = draft.config if draft is not None else None
-    _check_kernels(target_config, draft_config, placement, limits)
+    _check_kernels(target_config, draft_config, placement, limits, config)
     config, warnings = apply_exclusions(config, placement, limits.num_draft_tokens)
     return PairPlan(
         config, target_config, draft_config, limits, placement,
@@ -246,11 +250,14 @@ def plan_pair(
     )  # fmt: skip
 
 
-def _check_kernels(target: TargetConfig, draft: DraftConfig | None, placement: Placement, limits: Limits) -> None:
+def _check_kernels(
+    target: TargetConfig, draft: DraftConfig | None, placement: Placement, limits: Limits, config: EngineConfig
+) -> None:
     """Refuse models that the kernels do not run; see `check_capability`."""
     check_capability(
         placement.kernels.name, target=target, draft=draft, dtype=placement.dtype_name,
-        has_fp8_pages=placement.has_fp8_pages, has_trees=limits.num_tree_nodes > 0,
+        has_fp8_pages=placement.has_fp8_pages, num_tree_nodes=limits.num_tree_nodes,
+        recurrent_rows=config.recurrent_rows,
     )  # fmt: skip
 
 

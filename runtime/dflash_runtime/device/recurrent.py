@@ -2,7 +2,8 @@
 
 A text is a row of the device state, so a request has its states from admission to its end. Accepting a block changes
 nothing here: the next block of the text replays as many records as rows were accepted (`delta_rule.py`), and the
-convolution reads its rows by their positions (`recent_conv.py`).
+convolution reads its rows by their positions (`recent_conv.py`). Of a verified tree, the records of the accepted path
+move to the path's positions.
 
 Axis letters: B texts, T flat rows, C channels, S taps, H value heads, V size of a value, R requests, M rows of a ring.
 """
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from dflash_kernels.delta_prompts import PromptChunks, chunk_ints
 from dflash_kernels.delta_rule import STATE_TILE, BlockTexts, Gates, empty_states, room_for
+from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.ragged_attention import Segment
 from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.state_snapshots import LayerMemories
+from dflash_kernels.tree_path import PathRecords
 from dflash_runtime.config import EXACT_REQUESTS, RecurrenceConfig
 from dflash_runtime.device.snapshot_pool import PromptKeeps, SnapshotPool
 from dflash_runtime.device.state import row_of
@@ -127,6 +130,11 @@ class RecurrentStates:
         size = next(iter(self.rings.values())).shape[1]
         return positions % size
 
+    def move_path(self, path: PathRecords) -> None:
+        """Move what all layers keep of the rows of accepted paths to the places of the paths' positions."""
+        for records in self.all_layers[1:]:
+            self.kernels.move_records(records, path)
+
     def is_last(self, layer: int) -> bool:
         """Whether no recurrent layer follows."""
         return layer == self.config.layers[-1]
@@ -134,25 +142,31 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class BlockRecall:
-    """A `Recall` for blocks of drafted rows."""
+    """A `Recall` for blocks of drafted rows, or for trees."""
 
     states: RecurrentStates
     texts: BlockTexts
     runs: RowRuns
+    tree: TreeRows | None = None
 
     @classmethod
-    def of(cls, states: RecurrentStates, rows: Tensor, lens: Tensor) -> "BlockRecall":
-        """Blocks of texts [R] with `lens` [R] rows before them."""
-        return cls(states, BlockTexts(rows, states.state_lens[rows], lens), RowRuns(rows, lens))
+    def of(cls, states: RecurrentStates, rows: Tensor, lens: Tensor, tree: TreeRows | None = None) -> "BlockRecall":
+        """Blocks or trees of texts [R] with `lens` [R] rows before them."""
+        return cls(states, BlockTexts(rows, states.state_lens[rows], lens), RowRuns(rows, lens), tree)
 
     def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         """See `models.layers.Recall`; writes into `out` [T, H, V] if it is given."""
-        states, kernels = self.states, self.states.kernels
-        mixed = kernels.recent_conv(rows, taps, states.rings[layer], self.runs)
-        count = len(self.texts.texts)
-        is_serial = count <= states.most_exact or len(rows) == count
-        rule = kernels.delta_rule if is_serial else kernels.delta_blocks
-        found = rule(mixed, gates, states.memories[layer], self.texts, MOST_REPLAYED, out)
+        states, kernels, ring = self.states, self.states.kernels, self.states.rings[layer]
+        memory = states.memories[layer]
+        if self.tree is not None:
+            mixed = kernels.tree_conv(rows, taps, ring, self.runs, self.tree)
+            found = kernels.delta_blocks(mixed, gates, memory, self.texts, MOST_REPLAYED, out, self.tree)
+        else:
+            mixed = kernels.recent_conv(rows, taps, ring, self.runs)
+            count = len(self.texts.texts)
+            is_serial = count <= states.most_exact or len(rows) == count
+            rule = kernels.delta_rule if is_serial else kernels.delta_blocks
+            found = rule(mixed, gates, memory, self.texts, MOST_REPLAYED, out)
         if states.is_last(layer):
             texts, state_lens, lens = self.texts
             is_stored = lens - state_lens > MOST_REPLAYED

@@ -412,12 +412,12 @@ class Runner:
         if blocks.tree is not None:
             packed, slots = blocks.tree.close(
                 self.kernels, self.state.row_state, blocks.rows, step, chosen, max_accepted, is_finite,
-                self.target_kv.pages,
+                self.target_kv.pages, self.states,
             )  # fmt: skip
-            return packed, slots.flatten()
-        packed, slots = self.kernels.close_step(
-            self.state.row_state, blocks.rows, step, proposal.token_ids, chosen, max_accepted, is_finite
-        )
+        else:
+            packed, slots = self.kernels.close_step(
+                self.state.row_state, blocks.rows, step, proposal.token_ids, chosen, max_accepted, is_finite
+            )
         if self.states is not None:
             self.states.pool.keep_passed(blocks.rows, step, self.state, self.states.state_lens)
         if self.acceptance is not None and proposal.features is not None:
@@ -528,8 +528,8 @@ class Runner:
         step, page_table = blocks.step, blocks.page_table
         config = self.target.config
         causal, lens = (True,) * config.num_layers, step.context_lens
-        memory = None if self.states is None else BlockRecall.of(self.states, blocks.rows, lens)
         slots, tree = (step.slots, None) if blocks.tree is None else (blocks.tree.slots, blocks.tree.rows)
+        memory = None if self.states is None else BlockRecall.of(self.states, blocks.rows, lens, tree)
         attend = PagedAttention(
             self.kernels, self.target_kv, page_table, lens, causal, config.windows, slots, memory, tree
         )

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_kernels.draft_tree import Tree
+from dflash_kernels.draft_tree import Tree, TreeRows
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.step_rows import Bounds, RowState, StepRows
 from dflash_kernels.suite import Kernels
-from dflash_kernels.tree_attention import TreeRows
+from dflash_kernels.tree_path import PathRecords
+from dflash_runtime.device.recurrent import RecurrentStates
 from dflash_runtime.drafts.draft import Draft, SelectingDraft
 from dflash_runtime.models.layers import Attend
 
@@ -33,18 +34,19 @@ class VerifiedTree:
     @classmethod
     def of(cls, kernels: Kernels, tree: Tree, num_positions: int, slots: Tensor) -> "VerifiedTree":
         """The trees with `num_positions` as the greatest depth, and slots [R, M or more] of consecutive positions."""
-        depths = F.pad(tree.depths, (1, 0))
+        depths, parents = (F.pad(item, (1, 0)) for item in (tree.depths, tree.parents))
         words = kernels.ancestor_words(tree.parents, num_positions)
-        return cls(tree, TreeRows(depths, words), slots[:, : depths.shape[1]].contiguous())
+        return cls(tree, TreeRows(depths, words, parents), slots[:, : depths.shape[1]].contiguous())
 
     def close(
         self, kernels: Kernels, state: RowState, state_rows: Tensor, step: StepRows, chosen: Tensor,
-        max_accepted: Tensor, is_finite: Tensor, pages: Tensor,
+        max_accepted: Tensor, is_finite: Tensor, pages: Tensor, states: RecurrentStates | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Commit the path that the target chose -> packed results of the path, and slots [R, M] of committed rows.
 
-        Moves the path's rows in `pages`. `chosen` and `is_finite` [R, M] describe every row. The other arguments are
-        as in `close_step_ref`, with the slots of the path's positions in `step`.
+        Moves the path's rows in `pages`, and its records in the `states` of recurrent layers. `chosen` and `is_finite`
+        [R, M] describe every row. The other arguments are as in `close_step_ref`, with the slots of the path's
+        positions in `step`.
         """
         num_rows = step.slots.shape[1]
         path = kernels.follow_tree(self.tree, chosen, num_rows)
@@ -53,6 +55,8 @@ class VerifiedTree:
             is_finite.gather(1, path.rows),
         )  # fmt: skip
         kernels.move_rows(pages, self.slots.gather(1, path.rows), slots)
+        if states is not None:
+            states.move_path(PathRecords(state_rows, step.context_lens, path.rows, slots))
         # Rows after the end of a path are the anchor's row without a slot, so the greatest slot is the row's own.
         return packed, torch.full_like(self.slots, PAD).scatter_reduce(1, path.rows, slots, "amax")
 

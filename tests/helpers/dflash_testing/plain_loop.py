@@ -11,6 +11,7 @@ from torch import Tensor
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.device.recurrent import recall_alone
 from dflash_runtime.drafts.draft import Draft, WalkingDraft
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.target import Target
@@ -133,7 +134,8 @@ def gap_of(logits: Tensor) -> float:
 
 def read(target: Target, draft: Draft, text: list[int]) -> tuple[Tensor, Tensor]:
     """The target's logits after each token of a text, and the features of the draft."""
-    attend = DenseAttention(is_causal=True)
+    memory = recall_alone(target.config.recurrence, len(text), placement(target.embedding.dtype))
+    attend = DenseAttention(is_causal=True, memory=memory)
     hidden, features = target(torch.tensor(text), torch.arange(len(text)), attend, draft.config.target_layer_ids)
     assert features is not None
     return target.head(hidden), features
