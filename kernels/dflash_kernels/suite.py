@@ -30,6 +30,7 @@ from dflash_kernels.fp8_product import (
 from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
+from dflash_kernels.largest_probability import largest_probability, largest_probability_ref
 from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.markov_walk import markov_walk, markov_walk_ref
 from dflash_kernels.output_gate import output_gate, output_gate_ref
@@ -119,6 +120,7 @@ class Kernels:
     switch_on_rows: Callable[[RowState, ReadyRows, Tensor, Tensor], Tensor]
     locate_rows: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
     argmax: Callable[[Tensor], Tensor]
+    largest_probability: Callable[[Tensor], Tensor]
     sample: Callable[..., Chosen]
     reject: Callable[..., tuple[Tensor, Tensor]]
 
@@ -165,6 +167,7 @@ REFERENCE = Kernels(
     switch_on_rows=switch_on_rows_ref,
     locate_rows=locate_rows_ref,
     argmax=argmax_ref,
+    largest_probability=largest_probability_ref,
     sample=sample_ref,
     reject=reject_ref,
 )
@@ -211,6 +214,7 @@ _TRITON = Kernels(
     switch_on_rows=switch_on_rows,
     locate_rows=locate_rows,
     argmax=argmax,
+    largest_probability=largest_probability,
     sample=sample,
     reject=reject,
 )

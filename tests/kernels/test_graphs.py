@@ -332,6 +332,7 @@ CALLS: dict[str, Call] = {
     "switch_on_rows": switch_on_rows,
     "locate_rows": lambda k, at: k.locate_rows(at["table"], at["ends"], at["most"], at["rows"] % R, 9, PAGE),
     "argmax": lambda k, at: (k.argmax(at["logits"]),),
+    "largest_probability": lambda k, at: (k.largest_probability(at["logits"]),),
     "sample": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"])[:2],
     "sample greedy": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True)[:2],
     "reject": lambda k, at: decided(

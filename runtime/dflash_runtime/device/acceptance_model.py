@@ -109,12 +109,6 @@ class OnlineAcceptance:
             self._sums.zero_()
 
 
-def largest_probabilities(logits: Tensor) -> Tensor:
-    """The largest probability of each position, from logits [R, K, V']: [R, K] float32, or float64 for such logits."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.exp(wide.amax(-1) - wide.logsumexp(-1))
-
-
 def features_of(confidences: Tensor) -> Tensor:
     """The logits of confidences [R, K], limited to LARGEST_FEATURE, float64. NaN becomes 0."""
     logits = torch.logit(confidences.double().nan_to_num(0.5))

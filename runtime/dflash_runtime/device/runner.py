@@ -33,7 +33,7 @@ from torch import Tensor
 from dflash_kernels.sampling import Chosen
 from dflash_kernels.step_rows import Bounds, StepRows
 from dflash_kernels.uniform import DRAFT
-from dflash_runtime.device.acceptance_model import OnlineAcceptance, features_of, largest_probabilities
+from dflash_runtime.device.acceptance_model import OnlineAcceptance, features_of
 from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.grammars import Grammars
@@ -467,7 +467,9 @@ class Runner:
 
     def _confidences(self, logits: Tensor | None) -> Tensor | None:
         """The draft's largest probability at each position of logits [R, K, V'], if it is asked for."""
-        return largest_probabilities(logits) if self._has_confidences and logits is not None else None
+        if not self._has_confidences or logits is None:
+            return None
+        return self.kernels.largest_probability(logits.flatten(0, 1)).view(logits.shape[:2])
 
     def _attend_draft(self, step: StepRows, page_table: Tensor) -> PagedAttention:
         """The draft's attention over its context KV and its blocks."""

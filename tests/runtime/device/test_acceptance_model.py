@@ -12,7 +12,6 @@ from dflash_runtime.device.acceptance_model import (
     RIDGE,
     AcceptanceModel,
     features_of,
-    largest_probabilities,
 )
 
 K = 5
@@ -84,12 +83,9 @@ def test_labels_of_one_kind_move_the_model_little(label: int) -> None:
     assert found.biases.abs().max() < 0.1
 
 
-def test_the_feature_is_the_logit_of_the_largest_probability() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits = 4 * torch.randn(3, K, 50, generator=generator)
-    probabilities = torch.softmax(logits.double(), -1).amax(-1)
-    found = largest_probabilities(logits)
-    torch.testing.assert_close(found.double(), probabilities, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(features_of(found), torch.logit(probabilities), rtol=1e-3, atol=1e-4)
+def test_the_feature_is_the_logit_of_the_confidence() -> None:
+    confidences = torch.linspace(0.01, 0.99, 12).view(3, 4)
+    expected = torch.logit(confidences.double())
+    torch.testing.assert_close(features_of(confidences), expected, rtol=1e-6, atol=1e-6)
     odd = torch.tensor([[1.0, 0.0, math.nan]])
     assert features_of(odd).tolist() == [[LARGEST_FEATURE, -LARGEST_FEATURE, 0]]
