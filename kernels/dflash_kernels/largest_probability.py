@@ -6,7 +6,16 @@ Axis letters: T rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import argmax_shape, ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import (
+    argmax_shape,
+    ceil_div,
+    check_dtypes,
+    check_tensors,
+    jit,
+    power_of_2,
+    require,
+    tl,
+)
 from dflash_kernels.logit_tiles import load_maxes, load_raw, without_nans
 
 
