@@ -16,6 +16,7 @@ from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.delta_blocks import delta_blocks, delta_blocks_ref
 from dflash_kernels.delta_prompts import delta_prompts, delta_prompts_ref
 from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
+from dflash_kernels.draft_odds import DraftOdds, add_outcomes, add_outcomes_ref, draft_odds, draft_odds_ref
 from dflash_kernels.draft_tree import Tree, ancestor_words, ancestor_words_ref, build_tree, build_tree_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.fp8_experts import fp8_experts, fp8_experts_ref
@@ -121,6 +122,8 @@ class Kernels:
     locate_rows: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
     argmax: Callable[[Tensor], Tensor]
     largest_probability: Callable[[Tensor], Tensor]
+    draft_odds: Callable[[Tensor, Tensor, Tensor, Tensor], DraftOdds]
+    add_outcomes: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     sample: Callable[..., Chosen]
     reject: Callable[..., tuple[Tensor, Tensor]]
 
@@ -168,6 +171,8 @@ REFERENCE = Kernels(
     locate_rows=locate_rows_ref,
     argmax=argmax_ref,
     largest_probability=largest_probability_ref,
+    draft_odds=draft_odds_ref,
+    add_outcomes=add_outcomes_ref,
     sample=sample_ref,
     reject=reject_ref,
 )
@@ -215,6 +220,8 @@ _TRITON = Kernels(
     locate_rows=locate_rows,
     argmax=argmax,
     largest_probability=largest_probability,
+    draft_odds=draft_odds,
+    add_outcomes=add_outcomes,
     sample=sample,
     reject=reject,
 )

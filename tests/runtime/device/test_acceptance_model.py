@@ -6,13 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_runtime.device.acceptance_model import (
-    DAMPING,
-    LARGEST_FEATURE,
-    RIDGE,
-    AcceptanceModel,
-    features_of,
-)
+from dflash_kernels.draft_odds import LARGEST_FEATURE, features_of
+from dflash_runtime.device.acceptance_model import DAMPING, RIDGE, AcceptanceModel
 
 K = 5
 
