@@ -30,6 +30,7 @@ from dflash_kernels.fp8_product import (
 )
 from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
+from dflash_kernels.given_rows import give_rows, give_rows_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.largest_probability import largest_probability, largest_probability_ref
 from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
@@ -124,6 +125,7 @@ class Kernels:
     largest_probability: Callable[[Tensor], Tensor]
     draft_odds: Callable[[Tensor, Tensor, Tensor, Tensor], DraftOdds]
     add_outcomes: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    give_rows: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     sample: Callable[..., Chosen]
     reject: Callable[..., tuple[Tensor, Tensor]]
 
@@ -173,6 +175,7 @@ REFERENCE = Kernels(
     largest_probability=largest_probability_ref,
     draft_odds=draft_odds_ref,
     add_outcomes=add_outcomes_ref,
+    give_rows=give_rows_ref,
     sample=sample_ref,
     reject=reject_ref,
 )
@@ -222,6 +225,7 @@ _TRITON = Kernels(
     largest_probability=largest_probability,
     draft_odds=draft_odds,
     add_outcomes=add_outcomes,
+    give_rows=give_rows,
     sample=sample,
     reject=reject,
 )

@@ -1,17 +1,18 @@
 """A row budget: requests of one step verify different numbers of rows, and their text stays that of plain decoding."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels.given_rows import give_rows, give_rows_ref
+from dflash_kernels.launch_config import HAS_TRITON
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.device import acceptance_model
+from dflash_runtime.device import acceptance_model, shared_rows
 from dflash_runtime.device.settings import apply_exclusions
-from dflash_runtime.device.shared_rows import give_rows
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling import row_budget
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
@@ -20,6 +21,7 @@ from dflash_runtime.scheduling.width import StepTimes
 from dflash_testing.gpu import gpu_llm
 from dflash_testing.hybrid_pair import hybrid_llm, hybrid_prompts
 from dflash_testing.pairs import bundled_llm, bundled_prompts, placement
+from dflash_testing.tensors import DEVICE
 from dflash_testing.walking_drafts import draft_model
 
 K, LENGTH = 7, 16
@@ -163,17 +165,23 @@ def test_labels_are_the_verified_drafts_of_each_step(monkeypatch: pytest.MonkeyP
     assert len({verified for _, verified in seen}) > 2
 
 
-def test_rows_on_the_device_are_given_as_on_the_host() -> None:
-    """200 batches; every third one has ties."""
+@pytest.mark.parametrize(
+    ("give", "count"),
+    [(give_rows_ref, 200), pytest.param(give_rows, 12, marks=pytest.mark.skipif(not HAS_TRITON, reason="no Triton"))],
+)
+def test_rows_on_the_device_are_given_as_on_the_host(
+    give: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], count: int
+) -> None:
+    """Batches of up to 5 requests with all numbers of rows. Every third batch has ties."""
     generator = torch.Generator().manual_seed(0)
-    for number in range(200):
-        likely = torch.rand(1 + number % 5, 1 + number % 4, generator=generator)
+    for number in range(count):
+        likely = torch.rand(1 + number % 5, 1 + number % 4, generator=generator, dtype=torch.float64)
         likely = likely.round() if number % 3 == 0 else likely
         survivals = likely.cumprod(1)
         for num_rows in range(len(likely), likely.numel() + len(likely) + 1):
-            given = give_rows(survivals, num_rows)
-            assert given.widths.tolist() == row_budget.give_rows(survivals.tolist(), num_rows)
-            assert_places(given.widths, given.places, given.sources, likely.shape[1] + 1)
+            widths, places, sources = give(survivals.to(DEVICE), num_rows)
+            assert widths.tolist() == row_budget.give_rows(survivals.tolist(), num_rows)
+            assert_places(widths, places, sources, likely.shape[1] + 1)
 
 
 def assert_places(widths: Tensor, places: Tensor, sources: Tensor, block: int) -> None:
@@ -182,6 +190,15 @@ def assert_places(widths: Tensor, places: Tensor, sources: Tensor, block: int) -
     for place, source in enumerate(sources.tolist()):
         request, row = divmod(place, block)
         assert rows[source] == (request, min(row, int(widths[request]) - 1))
+
+
+def test_heads_of_one_projection_are_copied_together() -> None:
+    """Heads that are not next to each other are copied one by one."""
+    rows = torch.arange(5 * 8 * 2).view(5, 8, 2)
+    (joined,) = shared_rows._joined(*rows[:, 1:].split((4, 2, 1), dim=1))
+    assert torch.equal(joined, rows[:, 1:])
+    for heads in (rows[:, :4], rows[:, 5:7]), (rows[:, :4], rows.clone()[:, 4:6]), (rows[:, :4], rows[:, 4:6, :1]):
+        assert [*map(id, shared_rows._joined(*heads))] == [*map(id, heads)]
 
 
 def request(likely: tuple[float, ...], **params: Any) -> Request:

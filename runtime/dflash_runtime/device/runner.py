@@ -46,7 +46,7 @@ from dflash_runtime.device.prefill import PromptLayout, PromptRows
 from dflash_runtime.device.prompt_room import PromptRoom
 from dflash_runtime.device.recurrent import BlockRecall, RecurrentStates, recall_alone
 from dflash_runtime.device.results import PendingForward, with_confidences
-from dflash_runtime.device.shared_rows import GivenRows, SharedAttention, give_rows
+from dflash_runtime.device.shared_rows import GivenRows, SharedAttention
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
 from dflash_runtime.device.trees import TreeShape, VerifiedTree
@@ -375,7 +375,7 @@ class Runner:
         proposal = replace(proposal, confidences=odds.likely, features=odds.features)
         if not mode.mean_width:
             return replace(blocks, proposal=proposal)
-        given = give_rows(odds.survivals, len(odds.survivals) * mode.mean_width)
+        given = GivenRows(*self.kernels.give_rows(odds.survivals, len(odds.survivals) * mode.mean_width))
         step = step._replace(max_accepted=torch.minimum(step.max_accepted, given.widths - 1))
         proposal = replace(proposal, token_ids=given.drafts(proposal.token_ids))
         return replace(blocks, step=step, proposal=proposal, token_ids=blocks.token_ids[given.places], given=given)
