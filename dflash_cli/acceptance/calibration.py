@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 TITLE = "predicted acceptance of held-out prompts"
 NUM_BINS = 15
-MOST_STEPS, CONVERGED = 50, 1e-6
-"""The most Newton steps of a fit, and the largest change of a parameter after which it ends."""
+MOST_STEPS, CONVERGED = 300, 1e-5
+"""The most steps of a fit, and the largest change of a parameter after which it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def observed(steps: Sequence[tuple[Sequence[float], int]]) -> "tuple[Tensor, Ten
 
 
 def fit(features: "Tensor", num_accepted: "Tensor", num_verified: "Tensor") -> "AcceptanceModel":
-    """Return the model that Newton steps over all observations converge to: features [R, K], counts [R]."""
+    """Return the model that refits by all observations converge to: features [R, K], counts [R]."""
     from dflash_runtime.device.acceptance_model import AcceptanceModel
 
     model = AcceptanceModel.first(features.shape[1])

@@ -16,11 +16,14 @@ from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of
 LARGEST_FEATURE = 12.0
 """Features are limited to this size. It is close to the largest logit of a float32 probability below 1."""
 
+LEAST_SCORE = 1e-3
+"""Smaller scores have the curvature of this score, which differs from 1/4 by 2e-8."""
+
 NUM_SUMS = 6
 """Rows of the sums: tokens, residuals, residuals times feature, curvatures, curvatures times feature and times its
 square."""
 
-_TL_LARGEST = constexpr(LARGEST_FEATURE)
+_TL_LARGEST, _TL_LEAST_SCORE = constexpr(LARGEST_FEATURE), constexpr(LEAST_SCORE)
 
 
 class DraftOdds(NamedTuple):
@@ -56,22 +59,26 @@ def draft_odds_ref(confidences: Tensor, weight: Tensor, biases: Tensor, max_acce
 def add_outcomes_ref(
     sums: Tensor, weight: Tensor, biases: Tensor, features: Tensor, num_accepted: Tensor, num_verified: Tensor
 ) -> None:
-    """Add the outcomes of a step to the sums of a Newton step of the regression.
+    """Add the outcomes of a step to the sums of a refit of the regression.
 
     sums          [NUM_SUMS, B] float64
     features      [R, K] float64
     num_accepted  [R] int64     may have a stride
     num_verified  [R] int64     draft tokens that were verified, 0 for a request that does not count
-    An accepted token has label 1 and the first rejected token label 0. Later tokens do not count.
+    An accepted token has label 1 and the first rejected token label 0. Later tokens do not count. The curvature of a
+    token with score s is tanh(s / 2) / 2 s, at least the likelihood's own. A step by it never overshoots. A step by the
+    likelihood's own curvature does, if confidences near 0 or 1 are wrong.
+    Source: Jaakkola and Jordan 2000, "Bayesian parameter estimation via variational methods".
     """
     num_drafts = features.shape[1]
     place = torch.arange(num_drafts, device=features.device)
     is_accepted = place < num_accepted[:, None]
     is_judged = (place <= num_accepted[:, None]) & (place < num_verified[:, None])
-    likely = torch.sigmoid(weight * features + biases[:num_drafts])
-    residuals = torch.where(is_judged, is_accepted.to(likely.dtype) - likely, 0)
-    curvatures = torch.where(is_judged, likely * (1 - likely), 0)
-    tokens = is_judged.to(likely.dtype)
+    scores = weight * features + biases[:num_drafts]
+    residuals = torch.where(is_judged, is_accepted.to(scores.dtype) - torch.sigmoid(scores), 0)
+    size = scores.abs().clamp(min=LEAST_SCORE)
+    curvatures = torch.where(is_judged, torch.tanh(size / 2) / (2 * size), 0)
+    tokens = is_judged.to(scores.dtype)
     parts = (tokens, residuals, residuals * features, curvatures, curvatures * features, curvatures * features**2)
     sums[:, :num_drafts] += torch.stack([part.sum(0) for part in parts])
 
@@ -136,10 +143,12 @@ def _add_outcomes_kernel(
     verified = tl.load(num_verified + request, mask=is_request, other=0)
     is_judged = (place <= accepted) & (place < verified)
     feature = tl.load(features + request * num_drafts + place, mask=is_judged, other=0.0)
-    likely = _sigmoid(tl.load(weight) * feature + tl.load(biases + place))
+    score = tl.load(weight) * feature + tl.load(biases + place)
     tokens = is_judged.to(tl.float64)
-    residual = tl.where(is_judged, (place < accepted).to(tl.float64) - likely, 0.0)
-    curvature = tl.where(is_judged, likely * (1.0 - likely), 0.0)
+    residual = tl.where(is_judged, (place < accepted).to(tl.float64) - _sigmoid(score), 0.0)
+    size = tl.maximum(tl.abs(score), _TL_LEAST_SCORE)
+    # tanh(s / 2) is 2 sigmoid(s) - 1.
+    curvature = tl.where(is_judged, (_sigmoid(size) - 0.5) / size, 0.0)
     _add(sums, 0, tokens, num_biases, place)
     _add(sums, 1, residual, num_biases, place)
     _add(sums, 2, residual * feature, num_biases, place)

@@ -7,9 +7,10 @@ without changing sampled text. All positions share one weight, and each position
     p = sigmoid(weight * feature + bias of the position)
 
 Labels: an accepted token is 1, the first rejected token of a step is 0, and later tokens are not judged. A refit is one
-Newton step from the sums since the last refit. The ridge holds it near the last fit, so a position that is no longer
-judged keeps its bias. The step is damped, so that a few tokens change little: one rejection of a very likely token has
-a large gradient and almost no curvature. Everything runs on the device, and nothing waits for it.
+Newton step from the sums since the last refit, by a bound of the likelihood's curvature (`draft_odds.py`), so it never
+overshoots. The ridge holds it near the last fit, so a position that is no longer judged keeps its bias. The step is
+damped, so that a few tokens change little: one rejection of a very likely token has a large gradient and little
+curvature. Everything runs on the device, and nothing waits for it.
 
 Axis letters: R requests, K draft tokens.
 """
