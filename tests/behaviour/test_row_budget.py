@@ -209,16 +209,28 @@ def request(likely: tuple[float, ...], **params: Any) -> Request:
 
 def test_the_mean_width_has_the_most_expected_tokens_per_millisecond() -> None:
     """Rows of a sure request are worth their time. Rows of a doubtful one are not, and of a new one as the others'."""
-    budget = BestBudget(StepTimes({1: dict.fromkeys((1, 2, 4, 8), 10.0), 2: {1: 5, 2: 10, 4: 12, 8: 30}}))
+    times = StepTimes({1: dict.fromkeys((1, 2, 4, 8), 10.0), 2: {1: 5, 2: 10, 4: 12, 8: 30}})
     sure, doubtful = request((0.99,) * 7), request((0.01,) * 7)
-    assert budget.candidates(2, 8) == [0, 2, 4]
-    assert budget.choose([sure, sure], 8) == 4
-    assert budget.choose([doubtful, doubtful], 8) == 2
-    assert budget.choose([sure, doubtful], 8) == 4
-    assert budget.choose([sure], 8) == 0
-    assert budget.choose([doubtful, request(())], 8) == 2
-    assert budget.choose([request((0.99,) * 7, verify_width=2)] * 2, 8) == 2
-    assert budget.choose([sure, sure], 1) == budget.choose([], 8) == 0
+    assert BestBudget(times).candidates(2, 8) == [0, 2, 4]
+    for requests, width in (
+        ([sure, sure], 4), ([doubtful, doubtful], 2), ([sure, doubtful], 4), ([sure], 0), ([doubtful, request(())], 2),
+        ([request((0.99,) * 7, verify_width=2)] * 2, 2),
+    ):  # fmt: skip
+        assert BestBudget(times).choose(requests, 8) == width
+    assert BestBudget(times).choose([sure, sure], 1) == BestBudget(times).choose([], 8) == 0
+
+
+def test_a_choice_averages_recent_steps() -> None:
+    """Drafts are all right or all wrong, in turn. Each choice by the last step alone would be too narrow or too wide.
+
+    When all drafts stay wrong, the choice follows.
+    """
+    budget = BestBudget(StepTimes({2: {1: 5, 2: 10, 4: 12, 8: 19}}))
+    right, wrong = [request((0.999,) * 7)] * 2, [request((0.001,) * 7)] * 2
+    chosen = [budget.choose(wrong if step % 2 else right, 8) for step in range(40)]
+    assert {*chosen[20:]} == {0}
+    chosen = [budget.choose(wrong, 8) for _ in range(3 * row_budget.MEMORY_STEPS)]
+    assert (chosen[0], chosen[-1]) == (0, 2)
 
 
 @pytest.mark.parametrize(
