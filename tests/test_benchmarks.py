@@ -352,7 +352,7 @@ def test_trees_are_timed_beside_blocks_with_forced_acceptance(
 def test_a_row_budget_is_timed_beside_whole_blocks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Step times are stated, because a CPU has none. A perfect feature gives rows to the request that needs them."""
+    """Step times are stated: a CPU measures none. A perfect feature gives rows to the request that needs them."""
     times = width.StepTimes({2: {1: 6.0, 2: 8.0, 4: 12.0, 8: 20.0}})
     monkeypatch.setattr(
         llm, "find_row_budget", lambda pair, runner: BestBudget(times) if pair.config.row_budget else None
@@ -457,6 +457,16 @@ def test_trees_are_timed_as_captured_steps_on_a_gpu(monkeypatch: pytest.MonkeyPa
     assert [row["graphs"] for row in rows] == [True] * 14
     for row in rows:
         assert row["nodes"] > 10
+
+
+@pytest.mark.gpu
+def test_a_row_budget_is_timed_as_captured_steps_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ("--device", "cuda:0", "--batches", "4", "--context", "64", "--steps", "20")
+    code, rows = run(row_budget, monkeypatch, tmp_path / "rows.jsonl", *arguments)
+    assert code == 0, [row for row in rows if row["kind"] == "failure"]
+    assert [row["graphs"] for row in rows] == [True] * 12
+    assert all(row["rows_per_request"] == BLOCK for row in rows if row["arm"] == row_budget.WHOLE)
+    assert all(1 <= row["rows_per_request"] <= BLOCK for row in rows)
 
 
 @pytest.mark.gpu

@@ -4,18 +4,20 @@
 
 Weights are random with a real shape. Acceptance is forced: half of the requests accept `--high` tokens per step on
 average, the others `--low`, from truncated geometric distributions. At small batches, further arms have one kind of
-mean `--one`. The draft's confidences are replaced, because random drafts have none that tell anything:
+mean `--one`. The script replaces the draft's confidences, because confidences of random weights say nothing about
+forced acceptance:
 
-    perfect        0.999 for a token that will be accepted, 0.001 for another one
-    measured       drawn by outcome with the spread of the bundled pair's predictions
-    uninformative  of the same spread, drawn without looking at the outcome
+    perfect        0.999 for a token that will be accepted, 0.001 for other tokens
+    measured       drawn by outcome, with the spread of the bundled pair's predictions
+    uninformative  drawn at random, with the same spread
 
 Everything else is as in production: the online refit, the predictions, the choice of the number of rows by measured
 step times, and steps as CUDA graphs. Step times are measured for the one batch size of an engine.
 
-Arms run one after another in engines of their own, and whole blocks a second time at the end. Tokens per second are
-those of the timed steps, scaled for each kind by the expected over the drawn acceptance, which takes most of the noise
-of the draws out. The last columns divide them by the mean of both arms of whole blocks, and by adaptive width.
+Arms run one after another in engines of their own, and whole blocks a second time at the end. Tokens per second
+count the tokens of the timed steps, scaled for each kind by the expected over the drawn acceptance. The scale removes
+most of the noise of the draws. The last columns divide the rate by the mean rate of both arms of whole blocks, and by
+the rate of adaptive width.
 """
 
 import argparse
@@ -142,7 +144,7 @@ def measure(random: RandomPair, cell: KindsCell, recorder: Recorder, gauges: Gau
 def count(requests: Sequence[Request], before: Sequence[int], tables: KindTables) -> Counts:
     """Count the steps of requests after their first `before` output tokens.
 
-    A step with one row has no entry in `Request.steps`, and gives one token.
+    `Request.steps` leaves out steps of one row, which give one token each.
     """
     tokens, drawn, num_steps, rows = ([0.0] * len(tables.means) for _ in range(4))
     for request, first in zip(requests, before, strict=True):

@@ -10,7 +10,7 @@ from dflash_kernels.early_launch import early, wait_for_launches_before
 from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of_2, require, tl
 
 COMPARED = 512
-"""Survivals that a program compares with those of its request at once."""
+"""Survivals that a program compares with its request's survivals at once."""
 
 _TL_COMPARED = constexpr(COMPARED)
 

@@ -18,7 +18,7 @@ from dflash_runtime.scheduling import row_budget
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_runtime.scheduling.row_budget import BestBudget
 from dflash_runtime.scheduling.width import StepTimes
-from dflash_testing.gpu import gpu_llm
+from dflash_testing.gpu import detecting_syncs, gpu_llm
 from dflash_testing.hybrid_pair import hybrid_llm, hybrid_prompts
 from dflash_testing.pairs import bundled_llm, bundled_prompts, placement
 from dflash_testing.tensors import DEVICE
@@ -255,3 +255,21 @@ def test_captured_steps_with_a_budget_have_the_text_of_plain_decoding(name: str)
     assert llm.engine.runner.graphs is not None
     assert {2, 3, 4} <= {mode.mean_width for _, mode in llm.engine.runner.graphs.captured}
     assert len({step.verify_width for output in outputs for step in output.drafts}) > 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny", "dspark"])
+def test_steps_with_a_budget_never_wait_for_the_device(name: str) -> None:
+    """With measured step times, and more steps than lie between two refits."""
+    llm = gpu_llm(name, "bfloat16", max_num_requests=4, row_budget=True)
+    params = SamplingParams(max_new_tokens=150, ignore_eos=True)
+    llm.warm_up([params])
+    llm.generate(bundled_prompts()[:8], params)
+    for index, prompt in enumerate(bundled_prompts()[8:16]):
+        llm.engine.add(Request(index=index, prompt_token_ids=prompt, params=params))
+    steps = 0
+    with detecting_syncs():
+        while llm.engine.scheduler.has_work:
+            llm.engine.step()
+            steps += 1
+    assert steps > 2 * acceptance_model.REFIT_STEPS

@@ -10,7 +10,7 @@ from dflash_testing.tensors import DTYPES, normal
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 63, 2 * 4096 + 15])
 def test_it_is_the_largest_value_of_the_softmax(vocab_size: int, dtype: torch.dtype) -> None:
-    """Rows with a stride, and rows of which no probability is a number."""
+    """Rows with a stride, and rows whose probabilities are not numbers."""
     logits = (4 * normal(7, vocab_size + 3, dtype=dtype))[:, :vocab_size]
     logits[1, vocab_size // 2 :] = float("-inf")
     logits[1, 0] = 300.0

@@ -54,7 +54,7 @@ class KindTables:
         return replace(self, accepted=self.accepted.to(device), confidences=self.confidences.to(device))
 
     def blocks(self, rows: Tensor, remaining: Tensor) -> tuple[Tensor, Tensor]:
-        """Accepted tokens [R] and confidences [R, K] of state rows [R] with so many remaining tokens [R]."""
+        """Accepted tokens [R] and confidences [R, K] of state rows [R], by their numbers of remaining tokens [R]."""
         kind, place = rows % len(self.accepted), (remaining + ROW_DISTANCE * rows) % NUM_BLOCKS
         return self.accepted[kind, place], self.confidences[kind, place]
 
@@ -77,8 +77,8 @@ def _confidences(
 ) -> Tensor:
     """Confidences [B, K] of blocks with these accepted counts [B].
 
-    A measured confidence is drawn given the outcome of its token, as the bundled pair's is. Tokens after a rejected one
-    have no outcome, so theirs is drawn by `rate`.
+    A measured confidence is drawn given the outcome of its token, as the bundled pair's is. A token after a
+    rejected one has an outcome drawn by `rate`.
     """
     place, shape = torch.arange(num_draft_tokens), (len(accepted), num_draft_tokens)
     is_accepted = place < accepted[:, None]
@@ -104,7 +104,7 @@ class _Step:
 
 
 def force_kinds(pair: LoadedPair, tables: KindTables) -> LoadedPair:
-    """The pair whose steps accept drawn blocks, cut to the verified rows, and whose draft has their confidences."""
+    """The pair with drawn blocks: steps accept their tokens, cut to the verified rows, and get their confidences."""
     kernels = _forcing(pair.placement.kernels, tables.to(pair.placement.device))
     return replace(pair, placement=replace(pair.placement, kernels=kernels))
 

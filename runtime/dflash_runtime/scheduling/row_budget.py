@@ -17,7 +17,7 @@ from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.width import FIRST_RATE, StepTimes
 
 MEMORY_STEPS = 16
-"""Steps of which the expected tokens are averaged."""
+"""The number of steps whose expected tokens are averaged."""
 
 Survivals = Sequence[Sequence[float]]
 """Survival by position of each request's drafted tokens. A request that drafts nothing has none."""
@@ -43,7 +43,7 @@ def fastest(tokens: Mapping[int, float], times: Mapping[int, float]) -> int:
 class RecentTokens:
     """Expected tokens of each choice, averaged over about the last MEMORY_STEPS steps.
 
-    One step's survivals are a draw. The choice for a draw has no rows to spare for the next one, which may be better.
+    One step's survivals are a draw. The best choice for one draw is too narrow for the next draw if that is better.
     """
 
     def __init__(self) -> None:
