@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ import hosted
 import load
 import own_cache
 import products
+import row_budget
 import short_prompts
 import snapshot_policies
 import step_time
@@ -33,7 +34,11 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.candidates import candidates_for
 from dflash_cli.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
-from timing import accounting, draft_kinds, engine_arms, gauges, pair_files, pairs, plan, report
+from dflash_runtime import llm
+from dflash_runtime.device import acceptance_model
+from dflash_runtime.scheduling import width
+from dflash_runtime.scheduling.row_budget import BestBudget
+from timing import accounting, draft_kinds, engine_arms, forced_kinds, gauges, pair_files, pairs, plan, report
 from timing.floors import Rates
 from timing.gauges import Gauges, Readings, Span
 from timing.pairs import BLOCK, SHAPES
@@ -344,6 +349,63 @@ def test_trees_are_timed_beside_blocks_with_forced_acceptance(
     assert capsys.readouterr().out.split()[:3] == ["arm", "batch", "rows"]
 
 
+def test_a_row_budget_is_timed_beside_whole_blocks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step times are stated: a CPU measures none. A perfect feature gives rows to the request that needs them."""
+    times = width.StepTimes({2: {1: 6.0, 2: 8.0, 4: 12.0, 8: 20.0}})
+    monkeypatch.setattr(
+        llm, "find_row_budget", lambda pair, runner: BestBudget(times) if pair.config.row_budget else None
+    )
+    monkeypatch.setattr(row_budget, "WARM_STEPS", 12)
+    monkeypatch.setattr(row_budget, "FEATURES", ("perfect", "uninformative"))
+    monkeypatch.setattr(acceptance_model, "REFIT_STEPS", 4)
+    given = ("--batches", "2", "--context", "16", "--block", "8", "--steps", "20", "--high", "7.5", "--low", "1.02")
+    code, rows = run(row_budget, monkeypatch, tmp_path / "rows.jsonl", *given, "--most-one", "0")
+    assert code == 0, rows
+    found = {row["arm"]: row for row in rows}
+    assert [*found] == [
+        row_budget.WHOLE, row_budget.ADAPTIVE, *(f"budget, {name}" for name in row_budget.FEATURES), row_budget.AGAIN
+    ]  # fmt: skip
+    assert {row["acceptance"] for row in rows} == {"synthetic"}
+    whole, perfect = found[row_budget.WHOLE], found["budget, perfect"]
+    assert (whole["rows_per_request"], whole["tokens_per_step"]) == (8, pytest.approx(7.5 + 1.02))
+    assert perfect["rows_per_request"] < 6
+    assert found["budget, uninformative"]["tokens_per_step"] < perfect["tokens_per_step"]
+    for row in rows:
+        assert row["tokens_per_second"] == pytest.approx(1000 * row["tokens_per_step"] / row["ms"])
+    assert capsys.readouterr().out.split()[:3] == ["requests", "batch", "arm"]
+
+
+def test_forced_confidences_belong_to_the_forced_outcome() -> None:
+    """65,536 blocks of each kind. The share accepted among tokens of one confidence has an error of about 0.01.
+
+    With odds scaled to each kind, a measured confidence is calibrated: Bayes' rule with the rate of the kind.
+    """
+    means = (12.0, 1.3)
+    drawn = {
+        feature: forced_kinds.KindTables.draw(means, BLOCK - 1, feature) for feature in get_args(forced_kinds.Feature)
+    }
+    place = torch.arange(BLOCK - 1)
+    for feature, tables in drawn.items():
+        rows, remaining = torch.tensor([4, 7]), torch.tensor([300, 900])
+        accepted, confidences = tables.blocks(rows, remaining)
+        assert accepted.tolist() == [tables.drawn(4, [300])[0], tables.drawn(7, [900])[0]]
+        assert torch.equal(accepted, drawn["perfect"].blocks(rows, remaining)[0])
+        assert confidences.shape == (2, BLOCK - 1)
+        for mean, counts, values in zip(means, tables.accepted, tables.confidences, strict=True):
+            assert float(counts.double().mean()) + 1 == pytest.approx(mean, abs=0.001)
+            is_taken, is_judged = place < counts[:, None], place <= counts[:, None]
+            rate = float(is_taken[is_judged].double().mean())
+            for value in values.unique()[3:-3]:
+                share = float(is_taken[is_judged & (values == value)].double().mean())
+                usual = sum(forced_kinds.CONFIDENCES) / len(forced_kinds.CONFIDENCES)
+                odds = float(value / (1 - value)) * rate / (1 - rate) * (1 - usual) / usual
+                assert share == pytest.approx(rate if feature == "uninformative" else odds / (1 + odds), abs=0.03)
+            if feature == "perfect":
+                assert torch.equal(values > 0.5, is_taken)
+
+
 def test_each_kind_drafts_as_many_tokens() -> None:
     base = pairs.model_configs(SHAPES["small"])[1]
     configs = [draft_kinds.kind_config(base, kind, 8) for kind in draft_kinds.KINDS]
@@ -395,6 +457,16 @@ def test_trees_are_timed_as_captured_steps_on_a_gpu(monkeypatch: pytest.MonkeyPa
     assert [row["graphs"] for row in rows] == [True] * 14
     for row in rows:
         assert row["nodes"] > 10
+
+
+@pytest.mark.gpu
+def test_a_row_budget_is_timed_as_captured_steps_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments = ("--device", "cuda:0", "--batches", "4", "--context", "64", "--steps", "20")
+    code, rows = run(row_budget, monkeypatch, tmp_path / "rows.jsonl", *arguments)
+    assert code == 0, [row for row in rows if row["kind"] == "failure"]
+    assert [row["graphs"] for row in rows] == [True] * 12
+    assert all(row["rows_per_request"] == BLOCK for row in rows if row["arm"] == row_budget.WHOLE)
+    assert all(1 <= row["rows_per_request"] <= BLOCK for row in rows)
 
 
 @pytest.mark.gpu

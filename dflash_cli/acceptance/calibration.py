@@ -3,7 +3,8 @@
 The regression is the one by which the runtime gives rows to requests (`device/acceptance_model.py`). Half of the
 prompts fit it and the other half is predicted, then the halves change places. So no prompt is predicted by a fit that
 has seen it. The expected calibration error (ECE) is the mean difference between predicted and accepted share over
-NUM_BINS bins with equally many tokens. A token counts only after accepted tokens, as in `draft_confidence.py`.
+NUM_BINS bins with equally many tokens. A token counts only after accepted tokens, as in `draft_confidence.py`. The
+online fit of a row budget is replayed over the same steps, prompt after prompt, to compare it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 TITLE = "predicted acceptance of held-out prompts"
 NUM_BINS = 15
-MOST_STEPS, CONVERGED = 50, 1e-6
-"""The most Newton steps of a fit, and the largest change of a parameter after which it ends."""
+MOST_STEPS, CONVERGED = 300, 1e-5
+"""The most steps of a fit, and the largest change of a parameter after which it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Calibration:
 
     ece: Annotated[float, "expected calibration error of the predictions"]
     confidence_ece: Annotated[float, "the same of the draft's confidence as it is"]
+    online_ece: Annotated[float, "the same of a fit that learns during the run, as a row budget's does"]
     num_tokens: Annotated[int, COUNT, "predicted tokens"]
     num_prompts: Annotated[int, COUNT]
     bins: Annotated[tuple[ReliabilityBin, ...], "from the lowest predictions to the highest, equally many tokens each"]
@@ -84,7 +86,8 @@ class Calibration:
         """The expected calibration errors in words."""
         return (
             f"expected calibration error {self.ece:.3f} over {self.num_tokens} tokens of {self.num_prompts} prompts; "
-            f"{self.confidence_ece:.3f} with the draft's confidence as it is"
+            f"{self.confidence_ece:.3f} with the draft's confidence as it is; "
+            f"{self.online_ece:.3f} with the online fit of a row budget"
         )
 
 
@@ -120,18 +123,20 @@ def find_calibration(blocks: Sequence[PredictedBlock]) -> Calibration | None:
         return None
     import numpy as np
 
+    steps = observed([(block.confidences, block.num_accepted) for block in blocks])
     judged = [
-        (likely, confidence, place < block.num_accepted)
-        for block in blocks
-        for place, (likely, confidence) in enumerate(zip(block.likely, block.confidences, strict=True))
+        (*values, place < block.num_accepted)
+        for block, online in zip(blocks, predict_online(*steps).tolist(), strict=True)
+        for place, values in enumerate(zip(block.likely, block.confidences, online, strict=False))
         if place <= block.num_accepted
     ]
-    likely, confidences, labels = (np.array(column) for column in zip(*judged, strict=True))
+    likely, confidences, online, labels = (np.array(column) for column in zip(*judged, strict=True))
     bins = bin_by_mass(likely, labels)
-    weight, biases = fit(*observed([(block.confidences, block.num_accepted) for block in blocks]))
+    weight, biases = fit(*steps)
     return Calibration(
         ece=expected_error(bins),
         confidence_ece=expected_error(bin_by_mass(confidences, labels)),
+        online_ece=expected_error(bin_by_mass(online, labels)),
         num_tokens=len(labels),
         num_prompts=len({block.prompt for block in blocks}),
         bins=tuple(bins),
@@ -144,7 +149,7 @@ def observed(steps: Sequence[tuple[Sequence[float], int]]) -> "tuple[Tensor, Ten
     """Return features [S, K], accepted and verified counts [S], from confidences and accepted counts of S steps."""
     import torch
 
-    from dflash_runtime.device.acceptance_model import features_of
+    from dflash_kernels.draft_odds import features_of
 
     most = max(len(own) for own, _ in steps)
     padded = torch.tensor([[*own, *[0.5] * (most - len(own))] for own, _ in steps], dtype=torch.float64)
@@ -153,7 +158,7 @@ def observed(steps: Sequence[tuple[Sequence[float], int]]) -> "tuple[Tensor, Ten
 
 
 def fit(features: "Tensor", num_accepted: "Tensor", num_verified: "Tensor") -> "AcceptanceModel":
-    """Return the model that Newton steps over all observations converge to: features [R, K], counts [R]."""
+    """Return the model that refits by all observations converge to: features [R, K], counts [R]."""
     from dflash_runtime.device.acceptance_model import AcceptanceModel
 
     model = AcceptanceModel.first(features.shape[1])
@@ -162,6 +167,23 @@ def fit(features: "Tensor", num_accepted: "Tensor", num_verified: "Tensor") -> "
         if max(float((new - old).abs().max()) for new, old in zip(model, last, strict=True)) < CONVERGED:
             break
     return model
+
+
+def predict_online(features: "Tensor", num_accepted: "Tensor", num_verified: "Tensor") -> "Tensor":
+    """Return the predictions [S, K] of the runtime's online fit, which sees step after step: see `fit`.
+
+    Each step is predicted by the steps before the last refit, and the first steps by no others. The fit of an engine
+    gets the steps of all its requests, so it learns from more tokens between two refits.
+    """
+    import torch
+
+    from dflash_runtime.device.acceptance_model import REFIT_STEPS, AcceptanceModel
+
+    model, found = AcceptanceModel.first(features.shape[1]), []
+    for part in zip(*(values.split(REFIT_STEPS) for values in (features, num_accepted, num_verified)), strict=True):
+        found.append(model.probabilities(part[0]))
+        model = model.stepped(model.sums_of(*part))
+    return torch.cat(found)
 
 
 def bin_by_mass(likely: "np.ndarray", labels: "np.ndarray") -> list[ReliabilityBin]:

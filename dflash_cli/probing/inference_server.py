@@ -3,6 +3,7 @@
 Each engine is one file in `servers/` with a class decorated `@SERVERS.register(name)`. No other code names an engine.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ MAX_STEPS = 200_000
 MAX_CONCURRENCY = 1_000_000
 MAX_LEN = 1 << 31
 UNQUANTISED = {"auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32", "float", "none", ""}
+LOOKUPS = ("ngram", "lookup", "lookahead", "suffix")
+"""Words in the names of methods that draft without a model."""
 MAX_MODELS, MAX_SHOWN_CHARS = 1000, 200
 
 Drafts = Annotated[int, Limits(least=0, below=MAX_DRAFT_TOKENS + 1)]
@@ -43,12 +46,21 @@ class ServerFacts:
     model: Annotated[str, "the name that requests give"]
     is_drafting: Annotated[bool | None, "whether a draft is configured"]
     num_draft_tokens: Annotated[int | None, "tokens drafted per step, K"] = None
+    target: Annotated[str | None, NOT_REQUIRED, "the model that the server was started with"] = None
     draft: Annotated[str | None, "the draft that the server was started with"] = None
+    method: Annotated[str | None, NOT_REQUIRED, "the way of drafting, as the server writes it"] = None
     max_concurrency: Annotated[int | None, "requests that the server runs at the same time"] = None
     max_len: Annotated[int | None, NOT_REQUIRED, "longest prompt and answer, in tokens"] = None
     kv_dtype: Annotated[str | None, NOT_REQUIRED, "data type of keys and values, as the server writes it"] = None
     has_prefix_cache: Annotated[bool | None, NOT_REQUIRED, "whether the prefix cache is switched on"] = None
     cache_block: Annotated[int | None, NOT_REQUIRED, "tokens of a block of the prefix cache"] = None
+    undrafted_slots: Annotated[int | None, NOT_REQUIRED, "slots that the server says cannot draft"] = None
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether drafts are looked up in the text, so that no draft model runs. A list of methods may hold both."""
+        names = re.findall(r"[\w-]+", (self.method or "").lower())
+        return bool(names) and all(any(word in name for word in LOOKUPS) for name in names)
 
     @property
     def is_quantised(self) -> bool:
@@ -57,7 +69,8 @@ class ServerFacts:
 
     def __post_init__(self) -> None:
         """Drop values that no server of the engine reports."""
-        texts = {name: isinstance(getattr(self, name), str) for name in ("release", "draft", "kv_dtype")}
+        names = ("release", "target", "draft", "method", "kv_dtype")
+        texts = {name: isinstance(getattr(self, name), str) for name in names}
         numbers = {
             name: is_int(value := getattr(self, name)) and 0 <= value <= most
             for name, most in (
@@ -65,6 +78,7 @@ class ServerFacts:
                 ("max_concurrency", MAX_CONCURRENCY),
                 ("max_len", MAX_LEN),
                 ("cache_block", MAX_LEN),
+                ("undrafted_slots", MAX_CONCURRENCY),
             )
         }
         is_known = {name: isinstance(getattr(self, name), bool) for name in ("is_drafting", "has_prefix_cache")}
@@ -120,13 +134,15 @@ class ServedAnswer:
 class Variant:
     """How a request differs from a measured one.
 
-    is_plain     drafts nothing, if the server `can_switch_off`
-    uses_cache   reads the prefix cache, also on a server that needs a field for it
-    json_schema  the answer is an instance of this schema
+    is_plain         drafts nothing, if the server `can_switch_off`
+    uses_cache       reads the prefix cache, also on a server that needs a field for it
+    leaves_defaults  names no penalty, so that the server's own sampling settings apply
+    json_schema      the answer is an instance of this schema
     """
 
     is_plain: bool = False
     uses_cache: bool = False
+    leaves_defaults: bool = False
     json_schema: Mapping[str, Any] | None = None
 
 
@@ -162,6 +178,8 @@ class InferenceServer(ABC):
     """Whether a sound server drafts in every step. Some drop drafts of low probability."""
     can_score: ClassVar[bool] = False
     """Whether `score` works."""
+    neutral: ClassVar[Mapping[str, Any]] = {}
+    """Fields of a greedy request that switch off penalties, which the server's own settings may bring."""
     plain_fields: ClassVar[Mapping[str, Any]] = {}
     """Fields of a request that switch drafts off; empty if no request can."""
 
@@ -175,6 +193,10 @@ class InferenceServer(ABC):
     def can_switch_off(self) -> bool:
         """Whether a request can switch drafts off."""
         return bool(self.plain_fields)
+
+    def neutral_fields(self, asked: Asked, variant: Variant) -> Mapping[str, Any]:
+        """The fields of `neutral` for a greedy request that does not leave the server's own settings."""
+        return {} if asked.temperature or variant.leaves_defaults else self.neutral
 
     @abstractmethod
     def describe(self) -> ServerFacts:
@@ -201,15 +223,14 @@ class InferenceServer(ABC):
         raise NotImplementedError
 
     def call_tool(
-        self, messages: Sequence[Mapping[str, Any]], tool: Mapping[str, Any], *, max_new_tokens: int,
+        self, messages: Sequence[Mapping[str, Any]], tool: Mapping[str, Any] | None, *, max_new_tokens: int,
         is_streamed: bool = False, variant: Variant = MEASURED,
     ) -> ServedToolCall:  # fmt: skip
-        """The server's answer to a chat that must call a tool. Raises the errors of `post`."""
+        """The server's answer to a chat, which must call the tool if one is given. Raises the errors of `post`."""
         body = {
             "model": self.model,
             "messages": list(messages),
-            "tools": [tool],
-            "tool_choice": "required",
+            **({} if tool is None else {"tools": [tool], "tool_choice": "required"}),
             "max_tokens": max_new_tokens,
             "temperature": 0,
             "stream": is_streamed,

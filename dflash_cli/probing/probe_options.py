@@ -90,7 +90,7 @@ class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions,
         Option(
             off="--no-questions",
             group=ESSENTIALS,
-            help="Also ask about the prefix cache, plain decoding, JSON by a schema and tool calls.",
+            help="Also ask about the prefix cache, second turns, plain decoding, defaults, JSON, tools and streams.",
         ),
     ] = True
     max_time: Annotated[

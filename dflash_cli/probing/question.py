@@ -104,11 +104,14 @@ class QuestionSession:
     num_requests: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)
 
-    def ask(self, prompt_ids: Sequence[int], max_new_tokens: int, variant: Variant = MEASURED) -> CountedAnswer:
-        """The greedy answer to a prompt. Raises the errors of `InferenceServer.answer`."""
+    def ask(
+        self, prompt_ids: Sequence[int], max_new_tokens: int, variant: Variant = MEASURED, temperature: float = 0.0
+    ) -> CountedAnswer:
+        """The answer to a prompt, by default greedy. Raises the errors of `InferenceServer.answer`."""
         before = self._counters()
         started = time.perf_counter()
-        served = self.server.answer(prompt_ids, Asked(max_new_tokens=max_new_tokens), variant)
+        asked = Asked(max_new_tokens=max_new_tokens, temperature=temperature)
+        served = self.server.answer(prompt_ids, asked, variant)
         seconds = time.perf_counter() - started
         self.charge(len(prompt_ids) + len(served.token_ids))
         return self._counted(served, self._rise(before, len(served.token_ids)), seconds)

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_cli.comparing.result_comparison import Comparison
+from dflash_cli.probing.answer_findings import find_answer_faults
 from dflash_cli.probing.attribution import is_lower_under_load
+from dflash_cli.probing.draft_findings import MIN_STEPS, find_draft_faults
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.server_identity import foreign_traffic
@@ -12,8 +14,6 @@ from dflash_cli.probing.server_run import ServerRun
 from dflash_cli.probing.token_equality import TokenEquality
 from dflash_runtime.phrases import plural
 
-NEAR_ZERO_LEN, NEAR_ZERO_RATE, MIN_STEPS = 1.12, 0.1, 100
-"""A draft of another layout has at most this length and rate of the first position, over this many steps."""
 PART, MIN_TOKENS, FEWER = 0.15, 64, 0.9
 """A share and a number of tokens without a draft that rounding of steps and ends of answers do not explain. A server
 that stops drafting also counts fewer verify steps per token, below this share."""
@@ -30,11 +30,12 @@ def find_in_runs(
 ) -> Iterator[ServedFinding]:
     """Findings from the runs, and from lengths and answers of later runs compared with the first run's."""
     yield from _not_engaged(facts, runs)
-    off = list(_partly_engaged(server, runs))
+    off = list(_partly_engaged(server, facts, runs))
     yield from off
     yield from _capped(facts, runs[0])
     yield from _shapes(runs[0])
-    yield from _near_zero(runs[0])
+    yield from find_draft_faults(facts, runs[0])
+    yield from find_answer_faults(runs[0])
     if not off:
         yield from _lower_under_load(loads, equalities)
     yield from _unequal(facts, equalities)
@@ -56,7 +57,7 @@ def _not_engaged(facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[Serv
         )
 
 
-def _partly_engaged(server: InferenceServer, runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
+def _partly_engaged(server: InferenceServer, facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
     """Tokens that no step accounts for. Each step commits its accepted drafts and one token more."""
     before = 0.0
     for run in runs:
@@ -65,11 +66,12 @@ def _partly_engaged(server: InferenceServer, runs: Sequence[ServerRun]) -> Itera
         has_fewer_steps = run is runs[0] or _steps_per_token(run) < FEWER * _steps_per_token(runs[0])
         if is_off or (share > PART and num_tokens >= MIN_TOKENS and has_fewer_steps):
             is_loaded = run is not runs[0] and before < PART / 2
+            beside = f", {runs[0].name} {100 * before:.0f}%" if is_loaded else _which_undrafted(facts, run)
             yield ServedFinding(
                 id="draft-off-under-load" if is_loaded else "partly-drafted",
                 severity="warning",
                 seen=f"{run.name}: {100 * (1 if is_off else share):.0f}% of the tokens come from steps without a "
-                f"draft{f', {runs[0].name} {100 * before:.0f}%' if is_loaded else _lengths_of_undrafted(run)}",
+                f"draft{beside}",
                 follows="the server stops drafting with more requests at a time"
                 if is_loaded
                 else "the server drafts for part of the answers; the condition is not known",
@@ -104,8 +106,10 @@ def _undrafted_of_answers(server: InferenceServer, run: ServerRun) -> int:
     return sum(max(0, tokens - sum(steps)) for tokens, steps in each if server.drafts_every_step or not steps)
 
 
-def _lengths_of_undrafted(run: ServerRun) -> str:
-    """The lengths of prompts without a draft, if they are all longer or all shorter than the others."""
+def _which_undrafted(facts: ServerFacts, run: ServerRun) -> str:
+    """The slots that cannot draft, by the server's words; otherwise lengths of prompts, if these tell answers apart."""
+    if facts.undrafted_slots:
+        return f"; the server says that {facts.undrafted_slots} of its {facts.max_concurrency} slots cannot draft"
     lengths: dict[bool, list[int]] = {True: [], False: []}
     for answer in run.answers:
         lengths[bool(answer.output.acceptance_lengths)].append(len(answer.output.prompt_token_ids))
@@ -146,23 +150,6 @@ def _shapes(run: ServerRun) -> Iterator[ServedFinding]:
             seen=f"{shape.name}: {shape.evidence}",
             follows=f"the cause is not known; likely: {shape.causes}",
             next=shape.test,
-        )
-
-
-def _near_zero(run: ServerRun) -> Iterator[ServedFinding]:
-    counts = run.total.counts
-    length, accepted = counts.acceptance_len, counts.num_accepted_tokens
-    if counts.num_drafts < MIN_STEPS or length is None or length > NEAR_ZERO_LEN:
-        return
-    first = counts.per_pos_accepted[0] if counts.per_pos_accepted else accepted
-    if first <= NEAR_ZERO_RATE * counts.num_drafts:
-        yield ServedFinding(
-            id="acceptance-near-zero",
-            severity="error",
-            seen=f"{100 * first / counts.num_drafts:.1f}% of {counts.num_drafts} steps accept the first draft token",
-            follows="the draft is of no use here: wrong layout, tapped layers, mask token, rope or target. "
-            "Which one is not known from outside",
-            next="dflash validate DRAFT --target TARGET, then dflash diagnose DRAFT --target TARGET",
         )
 
 

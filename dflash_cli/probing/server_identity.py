@@ -10,11 +10,16 @@ from typing import Literal
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.server_counters import ServerCounters, ServerMetrics
+from dflash_cli.probing.server_run import ServerRun
+from dflash_runtime.phrases import plural
 
 NUM_LOOKS = 6
 """Readings before the first request."""
 MIN_RETURNS = 2
 """Counters that fell and came back this often belong to several processes. After a restart they come back once."""
+
+MIN_SHARE = 0.1
+"""Answers without steps, as a share, that a single short answer does not explain."""
 
 Identity = Literal["one", "restarted", "several"]
 
@@ -62,7 +67,8 @@ def find_identity(
     unlike = next(((first, item) for first, item in pairwise(looks) if first != item), None)
     identity = identify(readings)
     if unlike is not None and len(looks) > len(set(looks)):
-        return [_several(f"descriptions of the server alternate: {_difference(*unlike)}")]
+        seen = f"descriptions of the server alternate: {_difference(*unlike)}"
+        return [_several(seen), _unlike(seen)]
     if identity == "several":
         return [_several(f"{len(readings)} readings of the counters fall and come back, or alternate between starts")]
     if identity == "restarted":
@@ -99,6 +105,25 @@ def _several(seen: str) -> ServedFinding:
     )
 
 
+def unlike_answers(run: ServerRun) -> list[ServedFinding]:
+    """A finding if some servers behind the address report steps of their answers and others do not."""
+    without = sum(not answer.output.acceptance_lengths for answer in run.answers)
+    if not run.lists_steps or without < MIN_SHARE * len(run.answers):
+        return []
+    return [_unlike(f"{without} of {plural(len(run.answers), 'answer')} report no verify step")]
+
+
+def _unlike(seen: str) -> ServedFinding:
+    return ServedFinding(
+        id="unlike-replicas",
+        severity="warning",
+        seen=seen,
+        follows="the servers behind this address were started with different settings, so users get different speed or "
+        "different answers by chance",
+        next="start all servers with the same options and releases; probe each at its own address",
+    )
+
+
 def _difference(first: ServerFacts, second: ServerFacts) -> str:
-    name = next(name for name in ServerFacts.__slots__ if getattr(first, name) != getattr(second, name))
-    return f"{name.replace('_', ' ')} {getattr(first, name)} and {getattr(second, name)}"
+    names = [name for name in ServerFacts.__slots__ if getattr(first, name) != getattr(second, name)]
+    return ", ".join(f"{name.replace('_', ' ')} {getattr(first, name)} and {getattr(second, name)}" for name in names)

@@ -14,12 +14,13 @@ from dflash_cli.generation.answers import Event
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation
 from dflash_cli.probing.attribution import Attribution, Evidence, attribute
+from dflash_cli.probing.explained_findings import drop_explained
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
 from dflash_cli.probing.probe_options import ProbePlan
 from dflash_cli.probing.question import QuestionReport, QuestionSession, ask_questions
 from dflash_cli.probing.run_findings import find_in_runs
 from dflash_cli.probing.served_finding import ServedFinding, sort_findings
-from dflash_cli.probing.server_identity import NUM_LOOKS, find_identity, look_at
+from dflash_cli.probing.server_identity import NUM_LOOKS, find_identity, look_at, unlike_answers
 from dflash_cli.probing.server_run import ServerRequest, ServerRun, run_server
 from dflash_cli.probing.token_equality import (
     TokenEquality,
@@ -38,14 +39,6 @@ from dflash_runtime.phrases import plural
 RUNS_SHARE, QUESTIONS_SHARE = 0.95, 0.5
 """Prompts and questions get the first share of the time, comparing answers the rest. Questions get the second share,
 and a run with one request at a time gets 1."""
-UNSAFE_AFTER = {
-    "counters-reset": {"counters-incomplete"},
-    "several-replicas": {
-        "foreign-traffic", "counters-reset", "counters-incomplete", "partly-drafted", "draft-off-under-load",
-        "prefix-cache-unused", "structured-output-not-drafted", "tool-call-not-drafted",
-    },
-}  # fmt: skip
-"""Findings that a fact about the address explains too."""
 TRIAL_LEN = 16
 """Tokens of the one answer before the measurement."""
 BESIDE = "beside"
@@ -204,13 +197,13 @@ def _findings(
     identity: Sequence[ServedFinding],
     questions: Sequence[QuestionReport],
 ) -> tuple[ServedFinding, ...]:
-    """All findings, without findings that a restart or several servers explain too."""
+    """All findings that no other finding explains."""
     found = [
         *find_in_runs(request.server, evidence.facts, evidence.runs, evidence.loads, evidence.equalities),
         *(item for question in questions for item in question.findings),
     ]
-    unsafe = {id for item in identity for id in UNSAFE_AFTER.get(item.id, ())}
-    return sort_findings((*identity, *(item for item in found if item.id not in unsafe)))
+    unlike = unlike_answers(evidence.runs[0]) if any(item.id == "several-replicas" for item in identity) else []
+    return sort_findings(drop_explained((*identity, *unlike, *found)))
 
 
 def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -> Path | None:

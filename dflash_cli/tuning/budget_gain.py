@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Annotated, Literal
 
 from dflash_cli.acceptance.calibration import PredictedBlock, fit, observed
-from dflash_runtime.scheduling.row_budget import choose_rows, give_rows, survivals_of
+from dflash_runtime.scheduling.row_budget import RecentTokens, expected_tokens, fastest, give_rows, survivals_of
 
 NUM_STEPS = 400
 """Simulated steps. Gains vary by about 1% from one seed to another."""
@@ -108,14 +108,15 @@ def _gain(requests: Requests, feature: Feature, steps: Sequence[Step], times: Ma
     batch, num_drafts = len(steps[0]), len(steps[0][0].confidences)
     means = _position_means([block for step in steps for block in step])
     tokens = ms = num_rows = 0.0
-    rows = max(times)
+    rows, recent = max(times), RecentTokens()
     for step in steps:
         survivals = [survivals_of(_predictions(block, feature, means)) for block in step]
-        widths = give_rows(survivals, choose_rows(survivals, times) if feature == "perfect" else rows)
+        expected = expected_tokens(survivals, times)
+        widths = give_rows(survivals, fastest(expected, times) if feature == "perfect" else rows)
         tokens += _committed(step, widths)
         ms += times[sum(widths)]
         num_rows += sum(widths)
-        rows = choose_rows(survivals, times)
+        rows = fastest(recent.add(expected), times)
     rates = {
         width: sum(_committed(step, [width] * batch) for step in steps) / (len(steps) * times[width * batch])
         for width in range(1, num_drafts + 2)

@@ -112,7 +112,8 @@ def context_rows(page_table, position, readable_len, page_stride, row_stride, PA
 
 @jit
 def _load_keys(
-    source, begin, dim, is_key, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr
+    source, begin, dim, is_key, dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr, ARE_VALUES: tl.constexpr = False,
 ):  # fmt: skip
     """Load a tile of keys or values, [TILE_N, TILE_D], at the offsets `begin`, and convert it to a dtype.
 
@@ -123,7 +124,7 @@ def _load_keys(
         tile = tl.load(address)
     else:
         tile = tl.load(address, mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    return from_cache(tile, dtype)
+    return from_cache(tile, dtype, ARE_VALUES)
 
 
 @jit
@@ -148,7 +149,7 @@ def walk_context(
         # Look up the pages of the next tile now: a load is not prefetched if its address comes from a load.
         next_key = context_rows(page_table, position + TILE_N, readable_len, page_stride, row_stride, PAGE_SIZE)
         key_tile = _load_keys(keys, key, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL)
-        value_tile = _load_keys(values, key, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL)
+        value_tile = _load_keys(values, key, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL, True)
         key = next_key
         is_visible = is_key[None, :]
         if IS_CAUSAL:
@@ -173,7 +174,7 @@ def walk_block(
         is_key = position < num_rows
         at = position.to(tl.int64)
         key_tile = _load_keys(keys, at * keys_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL)
-        value_tile = _load_keys(values, at * values_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL)
+        value_tile = _load_keys(values, at * values_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL, True)
         is_visible = is_key[None, :]
         if IS_CAUSAL:
             is_visible = is_visible & (position[None, :] <= row[:, None])
@@ -203,7 +204,7 @@ def walk_tree(
         is_key = other < num_rows
         at = other.to(tl.int64)
         key_tile = _load_keys(keys, at * keys_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, False)
-        value_tile = _load_keys(values, at * values_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, False)
+        value_tile = _load_keys(values, at * values_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, False, True)
         is_pair = is_row[:, None] & is_key[None, :]
         word = tl.load(words[:, None] + (other // 64)[None, :], mask=is_pair, other=0)
         is_visible = ((word >> (at % 64)[None, :]) & 1) != 0

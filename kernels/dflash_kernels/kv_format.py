@@ -1,9 +1,9 @@
 """How caches store keys and values: in the dtype of the rows, or in FP8 (e4m3) with a scale.
 
 A cache in FP8 holds `row / scale`, rounded to the nearest number. Larger numbers become 448. Kernels convert tiles
-right after they load them, which is exact: to float16 where the device converts FP8, because it converts to no other
-16 bits in one instruction, and to the dtype of the queries elsewhere. They multiply the key scale into the scores and
-the value scale into the output. Rows of a block that later steps read from the cache are rounded before attention, too,
+right after they load them, which is exact. Attention converts them to float16 where queries are in bfloat16, because a
+GPU converts FP8 to no other 16 bits in one instruction. Kernels multiply the key scale into the scores and the value
+scale into the output. Rows of a block that later steps read from the cache are rounded before attention, too,
 so that a row sees the same keys in every step.
 """
 
@@ -73,18 +73,22 @@ def to_cache(rows, inverse_scale, dtype: tl.constexpr):
 @jit
 def beside_cache(queries, dtype: tl.constexpr):
     """Return queries as scores with tiles of a cache of this dtype take them. Float16 ends at 65,504."""
-    if dtype == tl.float8e4nv and queries.dtype == tl.bfloat16:
+    is_fp8: tl.constexpr = dtype == tl.float8e4nv or dtype == tl.uint8
+    if is_fp8 and queries.dtype == tl.bfloat16:
         queries = tl.minimum(tl.maximum(queries.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
     return queries
 
 
 @jit
-def from_cache(tile, dtype: tl.constexpr):
-    """Return a tile of a cache in the dtype of a computation, without its scale."""
+def from_cache(tile, dtype: tl.constexpr, IS_TURNED: tl.constexpr = False):
+    """Return a tile of a cache in the dtype of a computation, without its scale.
+
+    IS_TURNED: a product sums over the rows of the tile. Tensor cores then want its columns, which hardware turns in 16
+    bits only. The compiler would turn FP8 byte by byte and convert afterwards, unless the conversion must not move.
+    """
     if tile.dtype == tl.uint8:
         tile = from_bytes(tile)
-    if tile.dtype == tl.float8e4nv and dtype == tl.float16:
-        # Not pure, so that the compiler keeps the conversion before the move to another layout, which is slow in bytes.
+    if IS_TURNED and tile.dtype == tl.float8e4nv and dtype == tl.float16:
         return tl.inline_asm_elementwise(
             _TL_FOUR_NUMBERS, "=r,=r,r", [tile], dtype=tl.float16, is_pure=False, pack=4
         )  # fmt: skip

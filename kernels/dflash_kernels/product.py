@@ -30,7 +30,7 @@ from dflash_kernels.launch_config import (
     require,
     tl,
 )
-from dflash_kernels.many_rows import cut_of_many_rows, gate_many_rows
+from dflash_kernels.many_rows import cut_of_head, cut_of_many_rows, gate_many_rows, multiply_many_rows
 from dflash_kernels.product_config import MAX_PRODUCT_ROWS, ProductShape, product_shape
 from dflash_kernels.tile_loads import can_describe, describe
 
@@ -111,7 +111,10 @@ def _product_kernel(
 def product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `product_ref` in one launch."""
     shape = _shape_of(hidden, weight)
-    return functional.linear(hidden, weight, bias) if shape is None else _launch(hidden, weight, shape, bias=bias)[0]
+    if shape is not None:
+        return _launch(hidden, weight, shape, bias=bias)[0]
+    cut = cut_of_head(hidden, weight) if bias is None and hidden.dim() == 2 else None
+    return functional.linear(hidden, weight, bias) if cut is None else multiply_many_rows(hidden, weight, cut)
 
 
 def product_parts(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -26,6 +26,9 @@ WIDE_PRODUCT_ROWS = 128
 GATED_ROWS = 1024
 """Fewest rows for which `many_rows.py` computes gated products, if they fill the device."""
 
+HEAD_ROWS = range(480, 513)
+"""Numbers of rows for which `many_rows.py` computes the product of a head with MANY_COLUMNS or more."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
@@ -116,7 +119,7 @@ def _wide_shape(
 
 @dataclass(frozen=True, slots=True)
 class ManyRowsShape:
-    """Tiling of a gated product of many rows: rows, columns and inner width of a tile, and launch options.
+    """Tiling of a product of many rows: rows, columns and inner width of a tile, and launch options.
 
     tiles_together  rows of tiles in a group; a group is computed column by column
     """
@@ -147,3 +150,18 @@ def many_rows_shape(num_rows: int, width: int, itemsize: int, device: torch.devi
         return None
     num_groups = max(1, round(num_row_tiles / 16))
     return ManyRowsShape(rows, columns, depth, ceil_div(num_row_tiles, num_groups), num_stages, num_warps=8)
+
+
+def head_shape(num_rows: int, num_columns: int, itemsize: int, device: torch.device) -> ManyRowsShape | None:
+    """Return the tiling of a head's product, or None if a library is at least as fast.
+
+    A row of tiles takes as long if it is not full, so the number of rows decides.
+    """
+    is_right_dtype = itemsize == 2 or IS_INTERPRETED
+    if num_rows not in HEAD_ROWS or num_columns < MANY_COLUMNS or not has_tile_loads(device) or not is_right_dtype:
+        return None
+    rows, columns, depth, num_stages = 128, 256, 64, 3
+    stage_bytes = (rows + columns) * depth * itemsize
+    if fitting_stages(num_stages, stage_bytes, rows * columns * itemsize, device) < num_stages:
+        return None
+    return ManyRowsShape(rows, columns, depth, ceil_div(num_rows, rows), num_stages, num_warps=8)

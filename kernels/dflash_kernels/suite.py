@@ -16,6 +16,7 @@ from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.delta_blocks import delta_blocks, delta_blocks_ref
 from dflash_kernels.delta_prompts import delta_prompts, delta_prompts_ref
 from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
+from dflash_kernels.draft_odds import DraftOdds, add_outcomes, add_outcomes_ref, draft_odds, draft_odds_ref
 from dflash_kernels.draft_tree import Tree, ancestor_words, ancestor_words_ref, build_tree, build_tree_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.fp8_experts import fp8_experts, fp8_experts_ref
@@ -29,7 +30,9 @@ from dflash_kernels.fp8_product import (
 )
 from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
+from dflash_kernels.given_rows import give_rows, give_rows_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
+from dflash_kernels.largest_probability import largest_probability, largest_probability_ref
 from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.markov_walk import markov_walk, markov_walk_ref
 from dflash_kernels.output_gate import output_gate, output_gate_ref
@@ -131,6 +134,10 @@ class Kernels:
     switch_on_rows: Callable[[RowState, ReadyRows, Tensor, Tensor], Tensor]
     locate_rows: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
     argmax: Callable[[Tensor], Tensor]
+    largest_probability: Callable[[Tensor], Tensor]
+    draft_odds: Callable[[Tensor, Tensor, Tensor, Tensor], DraftOdds]
+    add_outcomes: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    give_rows: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     sample: Callable[..., Chosen]
     reject: Callable[..., tuple[Tensor, Tensor]]
 
@@ -179,6 +186,10 @@ REFERENCE = Kernels(
     switch_on_rows=switch_on_rows_ref,
     locate_rows=locate_rows_ref,
     argmax=argmax_ref,
+    largest_probability=largest_probability_ref,
+    draft_odds=draft_odds_ref,
+    add_outcomes=add_outcomes_ref,
+    give_rows=give_rows_ref,
     sample=sample_ref,
     reject=reject_ref,
 )
@@ -227,6 +238,10 @@ _TRITON = Kernels(
     switch_on_rows=switch_on_rows,
     locate_rows=locate_rows,
     argmax=argmax,
+    largest_probability=largest_probability,
+    draft_odds=draft_odds,
+    add_outcomes=add_outcomes,
+    give_rows=give_rows,
     sample=sample,
     reject=reject,
 )

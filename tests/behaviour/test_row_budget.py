@@ -1,25 +1,27 @@
 """A row budget: requests of one step verify different numbers of rows, and their text stays that of plain decoding."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels.given_rows import give_rows, give_rows_ref
+from dflash_kernels.launch_config import HAS_TRITON
 from dflash_runtime.config import EngineConfig
-from dflash_runtime.device import acceptance_model
+from dflash_runtime.device import acceptance_model, shared_rows
 from dflash_runtime.device.settings import apply_exclusions
-from dflash_runtime.device.shared_rows import give_rows
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling import row_budget
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_runtime.scheduling.row_budget import BestBudget
 from dflash_runtime.scheduling.width import StepTimes
-from dflash_testing.gpu import gpu_llm
+from dflash_testing.gpu import detecting_syncs, gpu_llm
 from dflash_testing.hybrid_pair import hybrid_llm, hybrid_prompts
 from dflash_testing.pairs import bundled_llm, bundled_prompts, placement
+from dflash_testing.tensors import DEVICE
 from dflash_testing.walking_drafts import draft_model
 
 K, LENGTH = 7, 16
@@ -163,17 +165,23 @@ def test_labels_are_the_verified_drafts_of_each_step(monkeypatch: pytest.MonkeyP
     assert len({verified for _, verified in seen}) > 2
 
 
-def test_rows_on_the_device_are_given_as_on_the_host() -> None:
-    """200 batches; every third one has ties."""
+@pytest.mark.parametrize(
+    ("give", "count"),
+    [(give_rows_ref, 200), pytest.param(give_rows, 12, marks=pytest.mark.skipif(not HAS_TRITON, reason="no Triton"))],
+)
+def test_rows_on_the_device_are_given_as_on_the_host(
+    give: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]], count: int
+) -> None:
+    """Batches of up to 5 requests with all numbers of rows. Every third batch has ties."""
     generator = torch.Generator().manual_seed(0)
-    for number in range(200):
-        likely = torch.rand(1 + number % 5, 1 + number % 4, generator=generator)
+    for number in range(count):
+        likely = torch.rand(1 + number % 5, 1 + number % 4, generator=generator, dtype=torch.float64)
         likely = likely.round() if number % 3 == 0 else likely
         survivals = likely.cumprod(1)
         for num_rows in range(len(likely), likely.numel() + len(likely) + 1):
-            given = give_rows(survivals, num_rows)
-            assert given.widths.tolist() == row_budget.give_rows(survivals.tolist(), num_rows)
-            assert_places(given.widths, given.places, given.sources, likely.shape[1] + 1)
+            widths, places, sources = give(survivals.to(DEVICE), num_rows)
+            assert widths.tolist() == row_budget.give_rows(survivals.tolist(), num_rows)
+            assert_places(widths, places, sources, likely.shape[1] + 1)
 
 
 def assert_places(widths: Tensor, places: Tensor, sources: Tensor, block: int) -> None:
@@ -184,6 +192,15 @@ def assert_places(widths: Tensor, places: Tensor, sources: Tensor, block: int) -
         assert rows[source] == (request, min(row, int(widths[request]) - 1))
 
 
+def test_heads_of_one_projection_are_copied_together() -> None:
+    """Heads that are not next to each other are copied one by one."""
+    rows = torch.arange(5 * 8 * 2).view(5, 8, 2)
+    (joined,) = shared_rows._joined(*rows[:, 1:].split((4, 2, 1), dim=1))
+    assert torch.equal(joined, rows[:, 1:])
+    for heads in (rows[:, :4], rows[:, 5:7]), (rows[:, :4], rows.clone()[:, 4:6]), (rows[:, :4], rows[:, 4:6, :1]):
+        assert [*map(id, shared_rows._joined(*heads))] == [*map(id, heads)]
+
+
 def request(likely: tuple[float, ...], **params: Any) -> Request:
     found = Request(index=0, prompt_token_ids=(1,) * 100, params=SamplingParams(**params), output_token_ids=[1])
     found.likely = likely
@@ -192,16 +209,28 @@ def request(likely: tuple[float, ...], **params: Any) -> Request:
 
 def test_the_mean_width_has_the_most_expected_tokens_per_millisecond() -> None:
     """Rows of a sure request are worth their time. Rows of a doubtful one are not, and of a new one as the others'."""
-    budget = BestBudget(StepTimes({1: dict.fromkeys((1, 2, 4, 8), 10.0), 2: {1: 5, 2: 10, 4: 12, 8: 30}}))
+    times = StepTimes({1: dict.fromkeys((1, 2, 4, 8), 10.0), 2: {1: 5, 2: 10, 4: 12, 8: 30}})
     sure, doubtful = request((0.99,) * 7), request((0.01,) * 7)
-    assert budget.candidates(2, 8) == [0, 2, 4]
-    assert budget.choose([sure, sure], 8) == 4
-    assert budget.choose([doubtful, doubtful], 8) == 2
-    assert budget.choose([sure, doubtful], 8) == 4
-    assert budget.choose([sure], 8) == 0
-    assert budget.choose([doubtful, request(())], 8) == 2
-    assert budget.choose([request((0.99,) * 7, verify_width=2)] * 2, 8) == 2
-    assert budget.choose([sure, sure], 1) == budget.choose([], 8) == 0
+    assert BestBudget(times).candidates(2, 8) == [0, 2, 4]
+    for requests, width in (
+        ([sure, sure], 4), ([doubtful, doubtful], 2), ([sure, doubtful], 4), ([sure], 0), ([doubtful, request(())], 2),
+        ([request((0.99,) * 7, verify_width=2)] * 2, 2),
+    ):  # fmt: skip
+        assert BestBudget(times).choose(requests, 8) == width
+    assert BestBudget(times).choose([sure, sure], 1) == BestBudget(times).choose([], 8) == 0
+
+
+def test_a_choice_averages_recent_steps() -> None:
+    """Drafts are all right or all wrong, in turn. Each choice by the last step alone would be too narrow or too wide.
+
+    When all drafts stay wrong, the choice follows.
+    """
+    budget = BestBudget(StepTimes({2: {1: 5, 2: 10, 4: 12, 8: 19}}))
+    right, wrong = [request((0.999,) * 7)] * 2, [request((0.001,) * 7)] * 2
+    chosen = [budget.choose(wrong if step % 2 else right, 8) for step in range(40)]
+    assert {*chosen[20:]} == {0}
+    chosen = [budget.choose(wrong, 8) for _ in range(3 * row_budget.MEMORY_STEPS)]
+    assert (chosen[0], chosen[-1]) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -226,3 +255,21 @@ def test_captured_steps_with_a_budget_have_the_text_of_plain_decoding(name: str)
     assert llm.engine.runner.graphs is not None
     assert {2, 3, 4} <= {mode.mean_width for _, mode in llm.engine.runner.graphs.captured}
     assert len({step.verify_width for output in outputs for step in output.drafts}) > 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny", "dspark"])
+def test_steps_with_a_budget_never_wait_for_the_device(name: str) -> None:
+    """With measured step times, and more steps than lie between two refits."""
+    llm = gpu_llm(name, "bfloat16", max_num_requests=4, row_budget=True)
+    params = SamplingParams(max_new_tokens=150, ignore_eos=True)
+    llm.warm_up([params])
+    llm.generate(bundled_prompts()[:8], params)
+    for index, prompt in enumerate(bundled_prompts()[8:16]):
+        llm.engine.add(Request(index=index, prompt_token_ids=prompt, params=params))
+    steps = 0
+    with detecting_syncs():
+        while llm.engine.scheduler.has_work:
+            llm.engine.step()
+            steps += 1
+    assert steps > 2 * acceptance_model.REFIT_STEPS

@@ -11,6 +11,7 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.delta_prompts import PromptChunks
 from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
+from dflash_kernels.draft_odds import NUM_SUMS
 from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS
@@ -247,6 +248,16 @@ def keep_passed(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     return kept.states.to(BFLOAT), kept.latest
 
 
+def judge(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    biases = at["p"][0, : N - 1].double().contiguous()
+    odds = kernels.draft_odds(
+        at["scores"].flatten()[: R * (N - 1)].view(R, -1).sigmoid(), biases[0], biases, at["most"]
+    )
+    sums = biases.new_zeros(NUM_SUMS, N - 1)
+    kernels.add_outcomes(sums, biases[0], biases, odds.features, at["most"] // 2, at["most"])
+    return (*odds, sums, *kernels.give_rows(odds.survivals, R + 2))
+
+
 def fp8_weight(at: Inputs) -> Fp8Weight:
     return Fp8Weight(at["fp8 values"][0], at["fp8 scales"][0])
 
@@ -354,6 +365,8 @@ CALLS: dict[str, Call] = {
     "switch_on_rows": switch_on_rows,
     "locate_rows": lambda k, at: k.locate_rows(at["table"], at["ends"], at["most"], at["rows"] % R, 9, PAGE),
     "argmax": lambda k, at: (k.argmax(at["logits"]),),
+    "draft_odds, add_outcomes and give_rows": judge,
+    "largest_probability": lambda k, at: (k.largest_probability(at["logits"]),),
     "sample": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"])[:2],
     "sample greedy": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True)[:2],
     "reject": lambda k, at: decided(

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_kernels import launch_config
+from dflash_kernels import launch_config, product_config
 from dflash_kernels import product as module
 from dflash_kernels.activation import GELU, Gate, gate_ref, silu_mul_ref
 from dflash_kernels.launch_config import has_tile_loads, num_multiprocessors
-from dflash_kernels.many_rows import cut_of_many_rows, gate_many_rows
+from dflash_kernels.many_rows import cut_of_many_rows, gate_many_rows, multiply_many_rows
 from dflash_kernels.product import gated_product, gated_product_ref, product, product_parts, product_parts_ref
 from dflash_kernels.product_config import (
     GATED_ROWS,
@@ -169,6 +169,27 @@ def test_many_rows_take_two_launches_with_little_shared_memory(
 ) -> None:
     monkeypatch.setattr(launch_config, "shared_memory", lambda device: num_bytes)
     assert (many_rows_shape(GATED_ROWS, 128 * PLACES, 2, DEVICE) is not None) == is_cut
+
+
+@needs_tile_loads
+@pytest.mark.parametrize("num_rows", [512, 481, 479, 513])
+def test_some_numbers_of_rows_of_a_head_are_not_left_to_a_library(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles extend beyond rows and columns."""
+    monkeypatch.setattr(product_config, "MANY_COLUMNS", 600)
+    seen: list[ManyRowsShape] = []
+
+    def watched(hidden: torch.Tensor, weight: torch.Tensor, shape: ManyRowsShape) -> torch.Tensor:
+        seen.append(shape)
+        return multiply_many_rows(hidden, weight, shape)
+
+    monkeypatch.setattr(module, "multiply_many_rows", watched)
+    hidden, weight = normal(num_rows, 40, dtype=DTYPE), normal(600, 40, dtype=DTYPE, seed=1) * 40**-0.5
+    assert_rows_close(product(hidden, weight), hidden.double() @ weight.double().T, DTYPE)
+    product(hidden, weight[:592])
+    product(hidden, weight, weight[:, 0].contiguous())
+    assert [shape.tiles_together for shape in seen] == ([4] if 480 <= num_rows <= 512 else [])
 
 
 def test_misaligned_rows_are_loaded_by_pointers_or_multiplied_by_a_library(

@@ -7,11 +7,11 @@ from typing import Any
 from dflash_cli.probing.inference_server import Variant
 from dflash_cli.probing.question import QUESTIONS, CountedAnswer, Outcome, QuestionSession, pooled_length
 from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.undrafted_kinds import find_undrafted
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.phrases import plural, shorten
 
-ANSWER_LEN, MIN_TOKENS, MIN_STEPS = 160, 24, 20
-LOW, SOUND = 1.1, 2.0
+ANSWER_LEN = 160
 KINDS = ("tool", "plant", "animal", "place")
 SCHEMA: Mapping[str, Any] = {
     "type": "object",
@@ -48,7 +48,7 @@ def ask(session: QuestionSession) -> Outcome:
     fastest = min(found[1], repeated, key=lambda item: item.seconds / max(1, item.num_tokens))
     findings = [
         *_broken(session, prompts, found, verdicts),
-        *_drafted(session, found),
+        *find_undrafted(session, found, "structured-output", "JSON by a schema"),
         *session.find_slow("structured-output-slow", "JSON by a schema", fastest.seconds, fastest.num_tokens),
     ]
     return Outcome(seen=seen, findings=findings)
@@ -103,30 +103,3 @@ def _broken(
         follows=follows[is_draft],
         next="start the server without the draft and ask the same; report it to the engine",
     )
-
-
-def _drafted(session: QuestionSession, found: Sequence[CountedAnswer]) -> Iterator[ServedFinding]:
-    """Answers without a step, or with steps that accept nothing, while other answers have both."""
-    usual = session.first.total.counts.acceptance_len
-    if usual is None or min(item.num_tokens for item in found) < MIN_TOKENS:
-        return
-    if all(item.num_steps == 0 for item in found):
-        if not session.drafts_usually():
-            return
-        yield ServedFinding(
-            id="structured-output-not-drafted",
-            severity="warning",
-            seen=f"no verify step in {plural(sum(item.num_tokens for item in found), 'token')} of JSON by a schema",
-            follows="the server decodes structured output without the draft",
-            next="expect the speed of plain decoding for such requests, or look for a release that drafts them",
-        )
-        return
-    length, num_steps = pooled_length(found)
-    if length is not None and num_steps >= MIN_STEPS and length <= LOW and usual >= SOUND:
-        yield ServedFinding(
-            id="structured-output-rejected",
-            severity="warning",
-            seen=f"{length:.2f} tokens per step for JSON by a schema ({num_steps} steps), {usual:.2f} otherwise",
-            follows="almost no draft token is accepted under a schema; the cause is not known",
-            next="compare with the same prompts without a schema",
-        )

@@ -48,7 +48,7 @@ def _against_scores(session: QuestionSession, texts: Sequence[TokenText]) -> Tok
         except RequestError as error:
             raise NotJudged(f"the server does not score tokens: it answered {error.found}") from error
         session.charge(len(text.prompt_ids) + len(text.token_ids) + 1)
-        difference = _worst(text, scores, session.near_tie_nats)
+        difference = find_worst(text, scores, session.near_tie_nats)
         found += [difference] if difference is not None else []
     return TokenEquality(
         base=session.first.name, other="the target alone", num_compared=len(texts), num_unlike=0,
@@ -56,7 +56,8 @@ def _against_scores(session: QuestionSession, texts: Sequence[TokenText]) -> Tok
     )  # fmt: skip
 
 
-def _worst(text: TokenText, scores: Sequence[Mapping[int, float]], near_tie_nats: float) -> TokenDifference | None:
+def find_worst(text: TokenText, scores: Sequence[Mapping[int, float]], near_tie_nats: float) -> TokenDifference | None:
+    """The least likely token of an answer, against the target's first choice; None if each token is that choice."""
     places = []
     for position, (token, likely) in enumerate(zip(text.token_ids, scores, strict=False)):
         first = max(likely, key=lambda item: likely[item], default=token)

@@ -28,8 +28,6 @@ from dflash_runtime.json_values import as_object
 
 COMPLETION, TOKENIZE, TEMPLATE = "/completion", "/tokenize", "/apply-template"
 NO_DRAFT = ("", "none")
-NEUTRAL = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""The server's own settings may bring penalties, with which an answer is no longer greedy."""
 
 
 @SERVERS.register("llama.cpp")
@@ -47,6 +45,9 @@ class LlamaCppServer(InferenceServer):
         "num_tokens": "llamacpp:tokens_predicted",
     }
     drafts_every_step = False
+    neutral: ClassVar[Mapping[str, Any]] = {
+        "repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0,
+    }  # fmt: skip
     plain_fields: ClassVar[Mapping[str, Any]] = {"speculative.n_max": 0}
     how_to_report = "--model-draft and --metrics"
     how_to_report_steps = "--metrics, and ask with --concurrency 1"
@@ -57,19 +58,29 @@ class LlamaCppServer(InferenceServer):
         props = self.find("/props")
         params = as_object(as_object(props.get("default_generation_settings")).get("params"))
         kind = params.get("speculative.type", params.get("speculative.types"))
+        kind = ",".join(map(str, kind)) if isinstance(kind, list) else kind
         is_drafting = None if kind is None else kind not in NO_DRAFT
         facts = ServerFacts(
             engine=self.name,
             release=props.get("build_info"),
             model=self.model,
+            target=props.get("model_path"),
+            method=kind if is_drafting else None,
             is_drafting=is_drafting,
             num_draft_tokens=params.get("speculative.n_max") if is_drafting else None,
             max_concurrency=props.get("total_slots"),
             max_len=as_object(props.get("default_generation_settings")).get("n_ctx"),
             cache_block=1,
+            undrafted_slots=self._undrafted_slots(),
         )
         self._num_draft_tokens = facts.num_draft_tokens
         return facts
+
+    def _undrafted_slots(self) -> int | None:
+        """How many slots cannot draft, by `/slots`; None if the server shows none, or none that can."""
+        slots = self.client.find("/slots")
+        flags = [as_object(item).get("speculative") for item in slots] if isinstance(slots, list) else []
+        return flags.count(False) if True in flags else None
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
         body = {
@@ -80,7 +91,7 @@ class LlamaCppServer(InferenceServer):
             "ignore_eos": asked.ignore_eos,
             "return_tokens": True,
             "cache_prompt": variant.uses_cache,
-            **({} if asked.temperature else NEUTRAL),
+            **self.neutral_fields(asked, variant),
             **(self.plain_fields if variant.is_plain else {}),
             **({} if variant.json_schema is None else {"json_schema": variant.json_schema}),
         }

@@ -21,8 +21,6 @@ from dflash_cli.probing.inference_server import (
 )
 from dflash_runtime.json_values import is_int
 
-NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""A model's own generation settings may bring penalties, with which an answer is no longer greedy."""
 GENERATE, TOKENIZE = "/generate", "/tokenize"
 HISTOGRAMS = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 """Numbers of steps by accepted draft tokens. Here and below, 0.5.23 has the first name, earlier releases the others."""
@@ -44,6 +42,9 @@ class SglangServer(InferenceServer):
         "num_cached_tokens": "sglang:cached_tokens",
     }
     can_score = True
+    neutral: ClassVar[Mapping[str, Any]] = {
+        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    }  # fmt: skip
     definition = "sglang"
     how_to_report = "--speculative-algorithm DFLASH and --speculative-draft-model-path"
     how_to_report_steps = "a release that has spec_accept_histogram or spec_correct_drafts_histogram"
@@ -57,7 +58,9 @@ class SglangServer(InferenceServer):
             model=self.model,
             is_drafting=bool(found["speculative_algorithm"]) if "speculative_algorithm" in found else None,
             num_draft_tokens=block - 1 if is_int(block) else None,
+            target=found.get("model_path"),
             draft=found.get("speculative_draft_model_path"),
+            method=found.get("speculative_algorithm"),
             max_concurrency=found.get("max_running_requests"),
             max_len=found.get("context_length"),
             kv_dtype=found.get("kv_cache_dtype"),
@@ -70,7 +73,8 @@ class SglangServer(InferenceServer):
             "max_new_tokens": asked.max_new_tokens,
             "temperature": asked.temperature,
             "ignore_eos": asked.ignore_eos,
-        } | ({} if asked.temperature else NEUTRAL)
+            **self.neutral_fields(asked, variant),
+        }
         if variant.json_schema is not None:
             sampling["json_schema"] = json.dumps(variant.json_schema)
         return self.post(GENERATE, {"input_ids": list(prompt_ids), "sampling_params": sampling}, _read_answer)

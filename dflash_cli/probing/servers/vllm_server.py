@@ -25,8 +25,6 @@ from dflash_runtime.json_values import as_index, as_object
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 ID_PREFIX = "token_id:"
 CACHE_CONFIG = "vllm:cache_config_info"
-NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""A model's own generation settings may bring penalties, with which an answer is no longer greedy."""
 
 
 @SERVERS.register("vllm")
@@ -46,20 +44,24 @@ class VllmServer(InferenceServer):
         "num_cached_tokens": "vllm:prefix_cache_hits",
     }
     can_score = True
+    neutral: ClassVar[Mapping[str, Any]] = {
+        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    }  # fmt: skip
     how_to_report = "--speculative-config, and without --disable-log-stats"
     how_to_report_steps = "--per-request-spec-decode-metrics detailed (vLLM 0.29 or newer)"
 
     def describe(self) -> ServerFacts:
         metrics = self.metrics()
         counters, cache = metrics.counters, metrics.infos.get(CACHE_CONFIG, {})
-        models = self.find("/v1/models").get("data")
+        model = _first_of(self.find("/v1/models").get("data"), self.model)
         return ServerFacts(
             engine=self.name,
             release=self.find("/version").get("version"),
             model=self.model,
             is_drafting=counters is not None,
             num_draft_tokens=len(counters.per_pos_accepted) or None if counters is not None else None,
-            max_len=_first_of(models, self.model).get("max_model_len"),
+            target=model.get("root"),
+            max_len=model.get("max_model_len"),
             kv_dtype=cache.get("cache_dtype"),
             has_prefix_cache={"true": True, "false": False}.get(cache.get("enable_prefix_caching", "").lower()),
             cache_block=as_index(cache.get("block_size", "")),
@@ -73,7 +75,8 @@ class VllmServer(InferenceServer):
             "temperature": asked.temperature,
             "ignore_eos": asked.ignore_eos,
             "return_token_ids": True,
-        } | ({"seed": asked.seed} if asked.temperature else NEUTRAL)
+            **self.neutral_fields(asked, variant),
+        } | ({"seed": asked.seed} if asked.temperature else {})
         if variant.json_schema is not None:
             schema = {"name": "answer", "schema": variant.json_schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}

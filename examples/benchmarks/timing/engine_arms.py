@@ -78,6 +78,10 @@ class Cell:
         num_steps = self.steps + ADAPTIVE_WARM_STEPS + PROFILED_STEPS + 8 + -(-self.batch * self.context // FILL_ROWS)
         return int(num_steps * min(BLOCK, max(LEAST_ROOM, 2 * (self.acceptance or 1)))) + 8 * BLOCK
 
+    def engine_pair(self, random: RandomPair, **settings: Any) -> LoadedPair:
+        """The pair of the engine that runs these steps, with `settings` in its config."""
+        return engine_pair(random, self.arm, self.acceptance, self.num_nodes, **settings)
+
     @property
     def max_model_len(self) -> int:
         return self.context + self.num_new_tokens + 4 * BLOCK
@@ -105,11 +109,11 @@ def measure_steps(random: RandomPair, cell: Cell, *, has_profile: bool) -> StepT
     llm = ready_engine(random, cell)
     try:
         requests = llm.engine.scheduler.live
-        before, steps_before = _num_tokens(requests), [len(request.steps) for request in requests]
+        before, steps_before = num_tokens(requests), [len(request.steps) for request in requests]
         began = time.time()
-        rounds, counts = _rounds(llm, requests, cell.steps)
+        rounds, counts = time_rounds(llm, requests, cell.steps)
         span = (began, time.time())
-        num_tokens = _num_tokens(requests) - before
+        committed = num_tokens(requests) - before
         drafted = [step for request, num in zip(requests, steps_before, strict=True) for step in request.steps[num:]]
         times = StepTimes(
             ms=statistics.median(rounds),
@@ -118,7 +122,7 @@ def measure_steps(random: RandomPair, cell: Cell, *, has_profile: bool) -> StepT
             tokens_per_second=tokens_per_second(rounds, counts, cell.steps // ROUNDS),
             acceptance=statistics.fmean(step.num_accepted + 1 for step in drafted) if drafted else None,
             verify_width=statistics.fmean(len(step.draft_ids) + 1 for step in drafted) if drafted else None,
-            mean_context=cell.context + (before + num_tokens / 2) / len(requests),
+            mean_context=cell.context + (before + committed / 2) / len(requests),
             account=profile_steps(llm.engine.step, PROFILED_STEPS) if has_profile else None,
         )
         ended = [request for request in requests if request.is_finished]
@@ -151,9 +155,8 @@ def engine_pair(
 def ready_engine(random: RandomPair, cell: Cell) -> LLM:
     """An engine that decodes: prompts are prefilled, kernels compiled and graphs captured."""
     pages = cell.batch * -(-cell.max_model_len // PAGE_SIZE) + 1
-    pair = engine_pair(
-        random, cell.arm, cell.acceptance, cell.num_nodes, max_num_requests=cell.batch, num_pages=pages,
-        prefix_cache=False,
+    pair = cell.engine_pair(
+        random, max_num_requests=cell.batch, num_pages=pages, prefix_cache=False,
         recurrent_rows=RECURRENT_ROWS.get(cell.arm, "auto"), graphs=cell.has_graphs,
         max_model_len=cell.max_model_len, max_batched_tokens=FILL_ROWS,
     )  # fmt: skip
@@ -241,17 +244,17 @@ def tokens_per_second(rounds: Sequence[float], counts: Sequence[int], steps: int
     return 1000 * sum(count for _, count in kept) / sum(ms for ms, _ in kept)
 
 
-def _rounds(llm: LLM, requests: Sequence[Request], steps: int) -> tuple[list[float], list[int]]:
+def time_rounds(llm: LLM, requests: Sequence[Request], steps: int) -> tuple[list[float], list[int]]:
     """Milliseconds per step and tokens of each round."""
     times, counts = [], []
     for _ in range(ROUNDS):
         wait(llm.device)
-        before, begin = _num_tokens(requests), time.perf_counter()
+        before, begin = num_tokens(requests), time.perf_counter()
         for _ in range(steps // ROUNDS):
             llm.engine.step()
         wait(llm.device)
         times.append((time.perf_counter() - begin) * 1000 / (steps // ROUNDS))
-        counts.append(_num_tokens(requests) - before)
+        counts.append(num_tokens(requests) - before)
     return times, counts
 
 
@@ -261,5 +264,5 @@ def _check(requests: Sequence[Request]) -> None:
         raise failed
 
 
-def _num_tokens(requests: Sequence[Request]) -> int:
+def num_tokens(requests: Sequence[Request]) -> int:
     return sum(len(request.output_token_ids) for request in requests)

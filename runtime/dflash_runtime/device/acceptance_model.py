@@ -7,9 +7,10 @@ without changing sampled text. All positions share one weight, and each position
     p = sigmoid(weight * feature + bias of the position)
 
 Labels: an accepted token is 1, the first rejected token of a step is 0, and later tokens are not judged. A refit is one
-Newton step from the sums since the last refit. The ridge holds it near the last fit, so a position that is no longer
-judged keeps its bias. The step is damped, so that a few tokens change little: one rejection of a very likely token has
-a large gradient and almost no curvature. Everything runs on the device, and nothing waits for it.
+Newton step from the sums since the last refit, by a bound of the likelihood's curvature (`draft_odds.py`), so it never
+overshoots. The ridge holds it near the last fit, so a position that is no longer judged keeps its bias. The step is
+damped, so that a few tokens change little: one rejection of a very likely token has a large gradient and little
+curvature. Everything runs on the device, and nothing waits for it.
 
 Axis letters: R requests, K draft tokens.
 """
@@ -18,6 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from dflash_kernels.draft_odds import NUM_SUMS, DraftOdds, add_outcomes_ref
+from dflash_kernels.suite import Kernels
 
 FIRST_WEIGHT, FIRST_BIAS = 1.0, 0.0
 """The model before any observation: the draft's confidence as it is."""
@@ -30,12 +34,6 @@ DAMPING = 50.0
 
 REFIT_STEPS = 32
 """Steps from one refit to the next. Each refit is some thirty small launches."""
-
-LARGEST_FEATURE = 12.0
-"""Features are limited to this size. It is close to the largest logit of a float32 probability below 1."""
-
-NUM_SUMS = 6
-"""Rows of `sums_of`."""
 
 
 class AcceptanceModel(NamedTuple):
@@ -55,22 +53,10 @@ class AcceptanceModel(NamedTuple):
         return torch.sigmoid(self.weight * features + self.biases[: features.shape[1]])
 
     def sums_of(self, features: Tensor, num_accepted: Tensor, num_verified: Tensor) -> Tensor:
-        """The sums of a Newton step over R steps, each of one request: [NUM_SUMS, K].
-
-        features      [R, K]
-        num_accepted  [R] int64
-        num_verified  [R] int64   drafts that were verified, 0 for a step that does not count
-        Rows: tokens, residuals, residuals times feature, curvatures, curvatures times feature and times its square.
-        """
-        place = torch.arange(features.shape[1], device=features.device)
-        is_accepted = place < num_accepted[:, None]
-        is_judged = (place <= num_accepted[:, None]) & (place < num_verified[:, None])
-        likely = self.probabilities(features)
-        residuals = torch.where(is_judged, is_accepted.to(likely.dtype) - likely, 0)
-        curvatures = torch.where(is_judged, likely * (1 - likely), 0)
-        tokens = is_judged.to(likely.dtype)
-        parts = (tokens, residuals, residuals * features, curvatures, curvatures * features, curvatures * features**2)
-        return torch.stack([part.sum(0) for part in parts])
+        """The sums of a Newton step over R steps, each of one request: see `add_outcomes_ref`, [NUM_SUMS, K]."""
+        sums = torch.zeros(NUM_SUMS, len(self.biases), dtype=torch.float64, device=features.device)
+        add_outcomes_ref(sums, *self, features, num_accepted, num_verified)
+        return sums
 
     def stepped(self, sums: Tensor) -> "AcceptanceModel":
         """The model after one damped Newton step. The Hessian is an arrow, so a step is a few sums over positions."""
@@ -87,18 +73,19 @@ class AcceptanceModel(NamedTuple):
 class OnlineAcceptance:
     """The model of an engine: it predicts in every step, and is refitted after REFIT_STEPS steps."""
 
-    def __init__(self, num_draft_tokens: int, device: torch.device) -> None:
+    def __init__(self, num_draft_tokens: int, device: torch.device, kernels: Kernels) -> None:
         self.model = AcceptanceModel.first(num_draft_tokens, device)
+        self._kernels = kernels
         self._sums = torch.zeros(NUM_SUMS, num_draft_tokens, dtype=torch.float64, device=device)
         self._num_steps = 0
 
-    def likely(self, features: Tensor) -> Tensor:
-        """See `AcceptanceModel.probabilities`."""
-        return self.model.probabilities(features)
+    def predict(self, confidences: Tensor, max_accepted: Tensor) -> DraftOdds:
+        """Predict the acceptance of draft tokens with confidences [R, K]; see `draft_odds_ref`."""
+        return self._kernels.draft_odds(confidences, *self.model, max_accepted)
 
     def observe(self, features: Tensor, num_accepted: Tensor, num_verified: Tensor) -> None:
-        """Add the results of a step; see `AcceptanceModel.sums_of`. A captured step may call it."""
-        self._sums[:, : features.shape[1]] += self.model.sums_of(features, num_accepted, num_verified)
+        """Add the results of a step; see `add_outcomes_ref`. A captured step may call it."""
+        self._kernels.add_outcomes(self._sums, *self.model, features, num_accepted, num_verified)
 
     def count_step(self) -> None:
         """Queue a refit if it is due. Its tensors keep their addresses, because captured steps read them."""
@@ -107,15 +94,3 @@ class OnlineAcceptance:
             for own, fitted in zip(self.model, self.model.stepped(self._sums), strict=True):
                 own.copy_(fitted)
             self._sums.zero_()
-
-
-def largest_probabilities(logits: Tensor) -> Tensor:
-    """The largest probability of each position, from logits [R, K, V']: [R, K] float32, or float64 for such logits."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.exp(wide.amax(-1) - wide.logsumexp(-1))
-
-
-def features_of(confidences: Tensor) -> Tensor:
-    """The logits of confidences [R, K], limited to LARGEST_FEATURE, float64. NaN becomes 0."""
-    logits = torch.logit(confidences.double().nan_to_num(0.5))
-    return logits.clamp(-LARGEST_FEATURE, LARGEST_FEATURE)

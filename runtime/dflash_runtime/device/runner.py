@@ -33,7 +33,7 @@ from torch import Tensor
 from dflash_kernels.sampling import Chosen
 from dflash_kernels.step_rows import Bounds, StepRows
 from dflash_kernels.uniform import DRAFT
-from dflash_runtime.device.acceptance_model import OnlineAcceptance, features_of, largest_probabilities
+from dflash_runtime.device.acceptance_model import OnlineAcceptance
 from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.grammars import Grammars
@@ -46,7 +46,7 @@ from dflash_runtime.device.prefill import PromptLayout, PromptRows
 from dflash_runtime.device.prompt_room import PromptRoom
 from dflash_runtime.device.recurrent import BlockRecall, RecurrentStates, recall_alone
 from dflash_runtime.device.results import PendingForward, with_confidences
-from dflash_runtime.device.shared_rows import GivenRows, SharedAttention, give_rows
+from dflash_runtime.device.shared_rows import GivenRows, SharedAttention
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.device.texts import Texts
 from dflash_runtime.device.trees import TreeShape, VerifiedTree
@@ -371,14 +371,11 @@ class Runner:
         """Predict the acceptance of drafts, and give the rows of the step to the best survivals."""
         step, proposal, mode = blocks.step, blocks.proposal, blocks.sampling.mode
         assert proposal.confidences is not None, "a draft with confidences"
-        features = features_of(proposal.confidences)
-        likely = acceptance.likely(features)
-        proposal = replace(proposal, confidences=likely, features=features)
+        odds = acceptance.predict(proposal.confidences, step.max_accepted)
+        proposal = replace(proposal, confidences=odds.likely, features=odds.features)
         if not mode.mean_width:
             return replace(blocks, proposal=proposal)
-        place = torch.arange(likely.shape[1], device=self.device)
-        survivals = torch.where(place < step.max_accepted[:, None], likely.cumprod(1), 0)
-        given = give_rows(survivals, len(likely) * mode.mean_width)
+        given = GivenRows(*self.kernels.give_rows(odds.survivals, len(odds.survivals) * mode.mean_width))
         step = step._replace(max_accepted=torch.minimum(step.max_accepted, given.widths - 1))
         proposal = replace(proposal, token_ids=given.drafts(proposal.token_ids))
         return replace(blocks, step=step, proposal=proposal, token_ids=blocks.token_ids[given.places], given=given)
@@ -421,7 +418,7 @@ class Runner:
         if self.states is not None:
             self.states.pool.keep_passed(blocks.rows, step, self.state, self.states.state_lens)
         if self.acceptance is not None and proposal.features is not None:
-            self.acceptance.observe(proposal.features, packed[:, 1], torch.where(step.can_draft, step.max_accepted, 0))
+            self.acceptance.observe(proposal.features, packed[:, 1], step.max_accepted)
         return with_confidences(packed, proposal.confidences), blocks.run(slots)
 
     def _propose(self, rows: Tensor, step: StepRows, page_table: Tensor, sampling: Sampling) -> Proposal:
@@ -467,7 +464,9 @@ class Runner:
 
     def _confidences(self, logits: Tensor | None) -> Tensor | None:
         """The draft's largest probability at each position of logits [R, K, V'], if it is asked for."""
-        return largest_probabilities(logits) if self._has_confidences and logits is not None else None
+        if not self._has_confidences or logits is None:
+            return None
+        return self.kernels.largest_probability(logits.flatten(0, 1)).view(logits.shape[:2])
 
     def _attend_draft(self, step: StepRows, page_table: Tensor) -> PagedAttention:
         """The draft's attention over its context KV and its blocks."""
@@ -572,7 +571,9 @@ def _no_drafts(pair: LoadedPair) -> Tensor | None:
 def _first_acceptance(pair: LoadedPair) -> OnlineAcceptance | None:
     """The model by which rows are given, or None without a row budget."""
     has_budget = pair.config.row_budget and pair.draft is not None
-    return OnlineAcceptance(pair.limits.num_draft_tokens, pair.placement.device) if has_budget else None
+    if not has_budget:
+        return None
+    return OnlineAcceptance(pair.limits.num_draft_tokens, pair.placement.device, pair.placement.kernels)
 
 
 def _mode_of(batch: Batch) -> StepMode:

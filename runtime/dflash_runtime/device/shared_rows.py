@@ -8,7 +8,9 @@ captured; which request has which rows is known on the device only.
 Axis letters: R requests, W rows of whole blocks, n given rows, K drafted tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ UNVERIFIED = -2
 
 
 class GivenRows(NamedTuple):
-    """The rows that each request was given."""
+    """The rows that each request was given, as `give_rows` of the kernels returns them."""
 
     widths: Tensor
     """[R] rows of each block, anchors included"""
@@ -49,21 +51,6 @@ class GivenRows(NamedTuple):
             return distribution[self.sources]
         logits, _, *others = distribution
         return Distribution(logits[self.sources], temperatures, *(item[self.sources] for item in others))
-
-
-def give_rows(survivals: Tensor, num_rows: int) -> GivenRows:
-    """Give `num_rows` rows, an anchor to each request and the others to the best survivals [R, K].
-
-    Survivals never grow along a block, and among equal ones earlier positions come first. So every request gets the
-    first rows of its block. `scheduling.row_budget.give_rows` does the same on the host.
-    """
-    num_requests, num_drafts = survivals.shape
-    best = survivals.T.flatten().argsort(descending=True, stable=True)[: num_rows - num_requests]
-    widths = torch.ones(num_requests, dtype=torch.int64, device=survivals.device)
-    widths.scatter_add_(0, best % num_requests, torch.ones_like(best))
-    is_given = (torch.arange(num_drafts + 1, device=survivals.device) < widths[:, None]).flatten()
-    places = is_given.to(torch.int8).argsort(descending=True, stable=True)[:num_rows]
-    return GivenRows(widths, places, is_given.cumsum(0) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +86,24 @@ class SharedAttention:
         out: Tensor | None = None,
     ) -> Tensor:
         """See `models.layers.Attend`; writes into `out` [n, H, D] if it is given."""
-        whole = self.rows.sources
-        return self._given(self.blocks.read(layer, query[whole], keys[whole], values[whole], softmax), out)
+        whole = [item.index_select(0, self.rows.sources) for item in _joined(query, keys, values)]
+        if len(whole) == 1:
+            whole = list(whole[0].split((query.shape[1], keys.shape[1], values.shape[1]), dim=1))
+        return self._given(self.blocks.read(layer, whole[0], whole[1], whole[2], softmax), out)
 
     def _given(self, found: Tensor, out: Tensor | None) -> Tensor:
-        given = found[self.rows.places]
-        return given if out is None else out.copy_(given)
+        return torch.index_select(found, 0, self.rows.places, out=out)
+
+
+def _joined(*heads: Tensor) -> Sequence[Tensor]:
+    """Heads [n, H, D] as one tensor if they are next to each other in memory, so that one launch copies all of them."""
+    first = heads[0]
+    ends = accumulate((own.shape[1] * first.stride(1) for own in heads), initial=first.storage_offset())
+    are_near = all(
+        own.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and (own.stride(), own.shape[2]) == (first.stride(), first.shape[2])
+        and own.storage_offset() == begin
+        for own, begin in zip(heads, ends, strict=False)
+    )
+    size = (len(first), sum(own.shape[1] for own in heads), first.shape[2])
+    return (first.as_strided(size, first.stride()),) if are_near else heads

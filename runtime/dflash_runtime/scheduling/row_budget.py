@@ -4,17 +4,20 @@ A verified row is worth the probability that its token is accepted: the survival
 conditional probabilities up to it. Survivals of a request never grow along a block, so the best rows of a batch are a
 prefix of each block. The number of rows is the one with the most expected tokens per millisecond:
 
-    (requests + sum of the n best survivals) / milliseconds of a step with n drafted rows
+    mean over recent steps of (requests + sum of the n best survivals) / milliseconds of a step with n drafted rows
 
 The text never depends on it: a narrower block commits fewer tokens of the same text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.width import FIRST_RATE, StepTimes
+
+MEMORY_STEPS = 16
+"""The number of steps whose expected tokens are averaged."""
 
 Survivals = Sequence[Sequence[float]]
 """Survival by position of each request's drafted tokens. A request that drafts nothing has none."""
@@ -25,15 +28,35 @@ def survivals_of(likely: Sequence[float]) -> list[float]:
     return list(accumulate(likely, lambda before, own: before * own))
 
 
-def choose_rows(survivals: Survivals, times: Mapping[int, float]) -> int:
-    """Return the number of rows of a step, anchors included: a key of `times`, which has milliseconds by rows.
-
-    Among equal choices the fewest rows are taken. `times` has at least one number of rows that holds all anchors.
-    """
+def expected_tokens(survivals: Survivals, choices: Iterable[int]) -> dict[int, float]:
+    """Return the expected tokens of a step for each number of rows, anchors included, that holds all anchors."""
     best = sorted((value for own in survivals for value in own), reverse=True)
     gains = list(accumulate(best, initial=float(len(survivals))))
-    fitting = sorted(rows for rows in times if rows >= len(survivals))
-    return max(fitting, key=lambda rows: gains[min(rows - len(survivals), len(best))] / times[rows])
+    return {rows: gains[min(rows - len(survivals), len(best))] for rows in choices if rows >= len(survivals)}
+
+
+def fastest(tokens: Mapping[int, float], times: Mapping[int, float]) -> int:
+    """Return the choice with the most tokens per millisecond, from tokens and milliseconds. The least of equal ones."""
+    return max(sorted(tokens), key=lambda choice: tokens[choice] / times[choice])
+
+
+class RecentTokens:
+    """Expected tokens of each choice, averaged over about the last MEMORY_STEPS steps.
+
+    One step's survivals are a draw. The best choice for one draw is too narrow for the next draw if that is better.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}
+        self._num_steps = 0
+
+    def add(self, tokens: Mapping[int, float]) -> dict[int, float]:
+        """Add a step's tokens by choice -> the means of these choices."""
+        self._num_steps = min(self._num_steps + 1, MEMORY_STEPS)
+        for choice, value in tokens.items():
+            mean = self._means.get(choice, value)
+            self._means[choice] = mean + (value - mean) / self._num_steps
+        return {choice: self._means[choice] for choice in tokens}
 
 
 def give_rows(survivals: Survivals, num_rows: int) -> list[int]:
@@ -72,6 +95,7 @@ class BestBudget:
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
+        self._recent = RecentTokens()
 
     def candidates(self, batch: int, verify_width: int) -> list[int]:
         """See `RowBudget`."""
@@ -85,9 +109,11 @@ class BestBudget:
         num_context = sum(request.kv_len for request in requests)
         context_ms = num_context * (self._times.context_ms + self._times.draft_context_ms)
         row = self._times.row(batch)
-        widths = {width or verify_width: width for width in self.candidates(batch, verify_width)}
-        times = {batch * width: row[max(own for own in row if own <= width)] + context_ms for width in widths}
-        return widths[choose_rows(_expected(requests, verify_width - 1), times) // batch]
+        choices = {width or verify_width: width for width in self.candidates(batch, verify_width)}
+        times = {width: row[max(own for own in row if own <= width)] + context_ms for width in choices}
+        tokens = expected_tokens(_expected(requests, verify_width - 1), [batch * width for width in choices])
+        recent = self._recent.add({rows // batch: value / batch for rows, value in tokens.items()})
+        return choices[fastest(recent, times)]
 
 
 def _expected(requests: Sequence[Request], num_drafts: int) -> list[list[float]]:

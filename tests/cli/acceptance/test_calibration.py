@@ -2,8 +2,17 @@
 
 import numpy as np
 import pytest
+import torch
 
-from dflash_cli.acceptance.calibration import NUM_BINS, bin_by_mass, expected_error, find_calibration, predict_blocks
+from dflash_cli.acceptance.calibration import (
+    NUM_BINS,
+    bin_by_mass,
+    expected_error,
+    find_calibration,
+    predict_blocks,
+    predict_online,
+)
+from dflash_runtime.device import acceptance_model
 from dflash_runtime.scheduling.request import FinishReason, RequestOutput
 
 K = 4
@@ -36,6 +45,7 @@ def test_a_fit_corrects_a_confidence_that_is_wrong_in_a_regular_way() -> None:
     assert found.num_prompts == 40
     assert found.ece < 0.02
     assert found.confidence_ece > 0.1
+    assert found.ece < found.online_ece < 0.03
     assert found.weight == pytest.approx(0.5, abs=0.05)
     assert found.biases == pytest.approx([0.8] * K, abs=0.15)
     assert len(found.bins) == NUM_BINS
@@ -49,6 +59,16 @@ def test_predictions_come_from_prompts_that_were_not_predicted() -> None:
     found = find_calibration(predict_blocks(mixed))
     assert found is not None
     assert found.ece > 0.9
+
+
+def test_an_online_prediction_never_uses_its_own_step() -> None:
+    """64 steps accept the first token and 64 do not: the last step before a change is predicted as those before it."""
+    features, accepted = torch.zeros(128, 1, dtype=torch.float64), (torch.arange(128) < 64).long()
+    found = predict_online(features, accepted, torch.ones(128, dtype=torch.int64))[:, 0]
+    assert found.unique_consecutive().tolist() == found[:: acceptance_model.REFIT_STEPS].tolist()
+    assert found[0] == 0.5
+    assert found[0] < found[32] < found[64]
+    assert found[96] < found[64]
 
 
 def test_only_tokens_after_accepted_ones_count() -> None:

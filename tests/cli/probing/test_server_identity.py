@@ -35,9 +35,9 @@ def test_a_start_that_comes_back_is_of_several_servers(starts: tuple[float, ...]
 
 def test_descriptions_that_alternate_are_of_several_servers() -> None:
     first, second = (ServerFacts(engine="vllm", release=name, model="m", is_drafting=True) for name in ("1.0", "2.0"))
-    (found,) = find_identity([first, second, first], [], 0)
-    assert found.id == "several-replicas"
-    assert "1.0 and 2.0" in found.seen
+    several, unlike = find_identity([first, second, first], [], 0)
+    assert (several.id, unlike.id) == ("several-replicas", "unlike-replicas")
+    assert "1.0 and 2.0" in unlike.seen
     assert find_identity([first, first], [], 0) == []
 
 

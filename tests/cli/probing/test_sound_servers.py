@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from dflash_testing.scripted_faults import Fading, Telling, WithDefaults
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -36,8 +37,23 @@ HEALTHY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+PROPS = {"default_generation_settings": {"params": {"speculative.types": ["draft-dflash", "ngram-mod"]}}}
+SOUND: dict[str, Script] = {
+    **{name: Script(**changes) for name, changes in HEALTHY.items()},
+    "answers that start with set phrases and go on at a weak level": Fading(**S, rate=0.95, fade=0.98),
+    "a penalty by default within rounding": WithDefaults(**V, penalised=0.2),
+    "a draft and a lookup": Telling(**L, told={"/props": PROPS}),
+    "all slots draft": Telling(**L, slots=(True, True)),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
 def test_a_sound_server_has_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = probe_script(monkeypatch, Script(**HEALTHY[name]))
+    found = probe_script(monkeypatch, SOUND[name])
     assert named(found) == set(), [(item.id, item.seen) for item in found.findings]
     assert not found.attribution.is_fault
+
+
+def test_a_low_first_position_without_another_mark_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = probe_script(monkeypatch, Script(**V, rate=0.26))
+    assert {item.id: item.severity for item in found.findings} == {"acceptance-low-everywhere": "info"}

@@ -6,6 +6,7 @@ It stands in for the HTTP client, so that a whole probe takes a fraction of a se
 import json
 import math
 import random
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,15 +21,16 @@ from dflash_testing.fake_engines import FakeEngine, Ids, Text
 from dflash_testing.server_forms import ANSWERS, LOGPROBS, METRICS, PATHS, documents, said
 
 NUM_PROMPTS, ANSWER_LEN = 16, 64
-V, S, L = ({"style": style} for style in ("vllm", "sglang", "llama.cpp"))
+V, S, L = (dict[str, Any](style=style) for style in ("vllm", "sglang", "llama.cpp"))
 """Changes of a script for each engine."""
-STEPS = {**V, "reports": "detailed"}
+STEPS: dict[str, Any] = {**V, "reports": "detailed"}
 """vLLM with each step in its answers."""
 
 Json = Literal["sound", "broken", "broken with drafts", "free text", "undrafted", "cut", "thinking", "refused"]
 Tools = Literal["sound", "stream loses text", "broken", "as text", "undrafted", "absent", "cut", "refused"]
 
 SOUND_JSON = json.dumps({"name": "oak", "kind": "plant", "count": 1, "tags": ["tall", "green"]})
+TEXT = "Rivers shape the land they cross. They carry water, sand and life to the sea."
 ARGUMENTS = json.dumps({"city": "Lisbon", "days": 3})
 LONG, SPLIT, TRIAL_LEN = 1000, 6, 16
 """A prompt of LONG tokens is long. Answers with other tokens differ at position SPLIT."""
@@ -48,6 +50,7 @@ class Script(FakeEngine):
     loaded_split   the same in answers with more requests at a time
     repeat_nats    the same for the second answer to a long prompt
     has_scores     whether the server gives log-probabilities
+    unlike         changes of the other replicas
     replicas       servers behind the address, of which a random one answers
     ends_after     number of answers after which the draft is not engaged any more
     is_unsteady    a wrong prefix cache is wrong in another way each time
@@ -67,11 +70,30 @@ class Script(FakeEngine):
     json: Json = "sound"
     tools: Tools = "sound"
     replicas: int = 1
+    unlike: Mapping[str, Any] = field(default_factory=dict)
     grows_alone: int = 0
     adaptive: bool = False
     ends_after: int | None = None
     is_unsteady: bool = False
     num_asked: dict[Ids, int] = field(default_factory=dict)
+    now: threading.local = field(default_factory=threading.local)
+
+    @property
+    def body(self) -> Mapping[str, Any]:
+        """The request of this thread."""
+        return getattr(self.now, "body", {})
+
+    def as_document(self, path: str, document: Any) -> Any:
+        """The document at a path as the server shows it."""
+        return document
+
+    def as_stream(self, pieces: list[str]) -> list[str]:
+        """The pieces of a text as the server streams them."""
+        return pieces
+
+    def as_answer(self, path: str, answer: Any) -> Any:
+        """The answer to the request of this thread as the server gives it."""
+        return answer
 
     def complete(self, ids: Ids, num_tokens: int, *, is_plain: bool, uses_cache: bool) -> Text:
         """The answer to a prompt of tokens, counted."""
@@ -155,6 +177,8 @@ class Script(FakeEngine):
         text = self.counted(
             Text(tuple(range(30)), () if self.tools == "undrafted" else self.steps((1, 2), 30, self.rate))
         )
+        if "tools" not in self.body:
+            return {"role": "assistant", "content": TEXT}, "length", len(text.token_ids)
         arguments = {"broken": ARGUMENTS[:-6], "cut": ARGUMENTS[:9]}.get(self.tools, ARGUMENTS)
         call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
         message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -186,8 +210,11 @@ class ScriptedClient:
         self.url, self.num_retried, self.ends_at = "http://scripted", 0, math.inf
         self._scripts = [script]
         for place in range(1, script.replicas):
-            more = {name: getattr(script, name) for name in ("style", "rate", "reports", "k", "cache", "has_metrics")}
+            more: dict[str, Any] = {
+                name: getattr(script, name) for name in ("style", "rate", "reports", "k", "cache", "has_metrics")
+            }
             started = None if script.started_s is None else script.started_s + 100.0 * place
+            more |= script.unlike
             self._scripts.append(Script(**more, started_s=started, num_asked=script.num_asked))
             self._scripts[-1].counts["tokens"] = self._scripts[-1].counts["drafts"] = 900
         self._draw = random.Random(3)
@@ -201,7 +228,8 @@ class ScriptedClient:
         """Nothing is open."""
 
     def find(self, path: str) -> Any:
-        return documents(self.script).get(path)
+        script = self.script
+        return script.as_document(path, documents(script).get(path))
 
     def find_text(self, path: str) -> str | None:
         script = self.script
@@ -213,6 +241,10 @@ class ScriptedClient:
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         script = self.script
+        script.now.body = body
+        return script.as_answer(path, self._answer(script, path, body))
+
+    def _answer(self, script: Script, path: str, body: Mapping[str, Any]) -> Any:
         if path == "/tokenize":
             return {"tokens": script.encode(body.get("prompt") or body.get("content") or said(body))}
         if path == "/apply-template":
@@ -224,9 +256,13 @@ class ScriptedClient:
         return _complete(script, body)
 
     def post_text(self, path: str, body: Mapping[str, Any]) -> str:
-        message, reason, _ = self._call(self.script)
+        script = self.script
+        script.now.body = body
+        message, reason, _ = self._call(script)
         calls = message.get("tool_calls")
-        pieces: list[Any] = [{"role": "assistant", "content": message["content"]}]
+        content = message["content"] or ""
+        parts = script.as_stream([content[place : place + 9] for place in range(0, len(content), 9)])
+        pieces: list[Any] = [{"role": "assistant"}, *({"content": part} for part in parts)]
         if calls:
             name, arguments = (calls[0]["function"][key] for key in ("name", "arguments"))
             pieces.append({"tool_calls": [{"index": 0, "id": "c1", "function": {"name": name}}]})

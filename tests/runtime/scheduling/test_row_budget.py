@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from dflash_runtime.scheduling.row_budget import choose_rows, give_rows, survivals_of
+from dflash_runtime.scheduling.row_budget import expected_tokens, fastest, give_rows, survivals_of
 
 
 def cases(count: int) -> list[list[list[float]]]:
@@ -45,7 +45,7 @@ def test_the_chosen_number_of_rows_gives_the_most_tokens_per_millisecond() -> No
             rows: (len(survivals) + max(worth(survivals, item) for item in options if sum(item) <= rows)) / ms
             for rows, ms in times.items() if rows >= len(survivals)
         }  # fmt: skip
-        chosen = choose_rows(survivals, times)
+        chosen = fastest(expected_tokens(survivals, times), times)
         assert rates[chosen] == pytest.approx(max(rates.values()))
         narrow += chosen == len(survivals)
         wide += chosen >= most
@@ -60,4 +60,4 @@ def test_equal_survivals_go_to_earlier_positions_then_to_earlier_requests() -> N
 
 def test_more_rows_than_drafts_are_left_out() -> None:
     assert give_rows([[0.5], []], 9) == [2, 1]
-    assert choose_rows([[0.5], []], {2: 1.0, 4: 1.0}) == 4
+    assert expected_tokens([[0.5], []], (1, 2, 4)) == {2: 2.0, 4: 2.5}

@@ -1,0 +1,43 @@
+"""Drop findings that another finding explains, so that one fault has one name.
+
+A server that drafts for a quarter of its answers also leaves JSON answers without drafts. Only the first is a fault.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from dflash_cli.probing.served_finding import ServedFinding
+
+KINDS = ("structured-output", "tool-call", "sampled-answers", "default-settings")
+NOT_DRAFTED = {f"{kind}-not-drafted" for kind in KINDS}
+REJECTED = {f"{kind}-rejected" for kind in KINDS}
+LOW = {"acceptance-low-everywhere", "acceptance-falls-within-answers", "second-turn-lowers-acceptance", *REJECTED}
+EXPLAINS: Mapping[str, set[str]] = {
+    "counters-reset": {"counters-incomplete"},
+    "several-replicas": {
+        "foreign-traffic", "counters-reset", "counters-incomplete", "partly-drafted", "draft-off-under-load",
+        "prefix-cache-unused", "acceptance-falls-within-answers", "second-turn-lowers-acceptance", *NOT_DRAFTED,
+    },
+    "draft-not-engaged": NOT_DRAFTED,
+    "partly-drafted": {"acceptance-falls-within-answers", "second-turn-lowers-acceptance", *NOT_DRAFTED},
+    "drafts-by-lookup": {
+        "partly-drafted", "draft-off-under-load", "draft-capped", "acceptance-near-zero", "acceptance-stops",
+        "acceptance-cliff", "acceptance-falls-with-context", "prefix-cache-lowers-acceptance",
+        "repeat-lowers-acceptance", *LOW, *NOT_DRAFTED,
+    },
+    "acceptance-near-zero": LOW,
+    "acceptance-falls-within-answers": {"acceptance-near-zero", "acceptance-low-everywhere", *REJECTED},
+    "acceptance-falls-with-context": {"second-turn-lowers-acceptance"},
+    "prefix-cache-lowers-acceptance": {"second-turn-lowers-acceptance"},
+    "prefix-cache-changes-answers": {"second-turn-changes-answers"},
+    "answers-not-greedy": {
+        "structured-output-broken", "tool-call-broken", "second-turn-changes-answers",
+        "default-settings-change-answers",
+    },
+}  # fmt: skip
+"""Id of a finding -> ids of findings that follow from it."""
+
+
+def drop_explained(findings: Sequence[ServedFinding]) -> list[ServedFinding]:
+    """The findings that no other finding explains. A fact (info) explains nothing."""
+    explained = {id for item in findings if item.severity != "info" for id in EXPLAINS.get(item.id, ())}
+    return [item for item in findings if item.id not in explained]

@@ -1,0 +1,66 @@
+"""Ask a chat in one piece and as a stream: does the stream have the whole text?
+
+A verify step commits several tokens at once, and the last one comes with the end of the answer. A server that sends one
+token per step, or nothing with the end, loses text of a stream.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.tool_calls import ServedToolCall
+from dflash_runtime.errors import RequestError
+from dflash_runtime.phrases import shorten
+
+ANSWER_LEN, MIN_CHARS, NUM_TRIES = 64, 16, 2
+MESSAGES = ({"role": "user", "content": "Write two sentences about rivers."},)
+
+
+@QUESTIONS.register("streamed-text")
+def ask(session: QuestionSession) -> Outcome:
+    """A finding if a stream lacks text, or has some of it twice. It must do so each time."""
+    seen, broken = "", []
+    for _ in range(NUM_TRIES):
+        whole, streamed = (_chat(session, is_streamed=item) for item in (False, True))
+        texts = [_letters(item) for item in (whole, streamed)]
+        if min(map(len, texts)) < MIN_CHARS:
+            raise NotJudged(f"an answer has less than {MIN_CHARS} letters")
+        seen = f"{len(texts[0])} letters in one piece, {len(texts[1])} streamed"
+        if texts[0] == texts[1]:
+            return Outcome(seen=f"{seen}, the same text")
+        if whole.finish_reason != streamed.finish_reason or not any(_has(*pair) for pair in (texts, texts[::-1])):
+            raise NotJudged("the two answers are different texts")
+        broken = list(_broken(whole, streamed))
+    return Outcome(seen=seen, findings=broken)
+
+
+def _chat(session: QuestionSession, *, is_streamed: bool) -> ServedToolCall:
+    try:
+        found = session.server.call_tool(MESSAGES, None, max_new_tokens=ANSWER_LEN, is_streamed=is_streamed)
+    except RequestError as error:
+        raise NotJudged(f"the server takes no chat: {shorten(error.message, 100)}") from error
+    session.charge(found.num_tokens or ANSWER_LEN)
+    return found
+
+
+def _letters(answer: ServedToolCall) -> str:
+    """The text without white space, which parsers strip from an answer in one piece."""
+    return "".join((answer.thought + answer.text).split())
+
+
+def _has(whole: str, part: str) -> bool:
+    """Whether a text is left if some letters of `whole` are taken out."""
+    letters: Iterable[str] = iter(whole)
+    return all(letter in letters for letter in part)
+
+
+def _broken(whole: ServedToolCall, streamed: ServedToolCall) -> Iterator[ServedFinding]:
+    ends = [shorten(repr((item.thought + item.text)[-40:]), 60) for item in (whole, streamed)]
+    yield ServedFinding(
+        id="text-stream-broken",
+        severity="error",
+        seen=f"a text in one piece ends with {ends[0]}, the streamed one with {ends[1]}, and letters differ in number",
+        follows="the stream loses or repeats text; servers that expect one token per step do so with drafts. "
+        "Whether the draft is the reason is not known",
+        next="ask without streaming, and repeat without the draft; report it to the engine",
+    )

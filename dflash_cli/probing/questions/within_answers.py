@@ -1,0 +1,89 @@
+"""Ask for the beginning of measured answers: are draft tokens accepted in the rest of the answers, too?
+
+A draft that loses the tokens it has generated drafts well at first, and later no draft token is accepted. The beginning
+of a greedy answer is the same text, so the difference of both counts belongs to the rest. Answers often begin with set
+phrases, so a fall is named only if almost nothing is accepted in the last thirds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash_cli.generation.answers import Answer
+from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.served_finding import ServedFinding
+from dflash_runtime.phrases import plural
+
+FIRST, ALL, MIN_ANSWERS = slice(0, 4), slice(0, 12), 3
+MIN_LEN, START = 48, 16
+"""Of answers of MIN_LEN tokens and more the first START tokens are asked again, and in doubt the first two thirds."""
+SOUND, LOWER, LAST = 1.5, 0.4, 1.12
+"""Acceptance falls if answers start with SOUND tokens per step, accept less than LOWER of the draft tokens in the rest,
+and end with LAST tokens per step or fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitAnswer:
+    """Accepted draft tokens and tokens of an answer's beginning and of its rest."""
+
+    accepted: tuple[int, int]
+    tokens: tuple[int, int]
+
+
+@QUESTIONS.register("within-answers")
+def ask(session: QuestionSession) -> Outcome:
+    """A finding if acceptance collapses within answers."""
+    if session.asking.asked.temperature > 0:
+        raise NotJudged("answers are sampled; only a greedy answer begins with the same text again")
+    long = [answer for answer in session.first.answers if len(answer.output.token_ids) >= MIN_LEN]
+    found = [item for answer in long[FIRST] if (item := _split(session, answer, START)) is not None]
+    if len(found) < MIN_ANSWERS:
+        raise NotJudged(f"{plural(len(found), 'answer')} of {MIN_LEN} tokens and more began with the same text again")
+    early, late = _length(found, 0), _length(found, 1)
+    seen = f"{early:.2f} tokens per step in the first {START} tokens of {plural(len(found), 'answer')}, {late:.2f} then"
+    if early < SOUND or late - 1 >= LOWER * (early - 1):
+        return Outcome(seen=seen)
+    thirds = [_split(session, answer, 2 * len(answer.output.token_ids) // 3) for answer in long[ALL]]
+    ends = [item for item in thirds if item is not None]
+    if len(ends) < MIN_ANSWERS:
+        raise NotJudged(f"{plural(len(ends), 'answer')} began with the same text again")
+    last = _length(ends, 1)
+    seen += f", {last:.2f} in the last thirds of {plural(len(ends), 'answer')}"
+    finding = ServedFinding(
+        id="acceptance-falls-within-answers",
+        severity="warning",
+        seen=seen,
+        follows="the draft does not follow the answer: it may lack the keys and values or the positions of accepted "
+        "tokens. Which one is not known",
+        next="compare --max-new-tokens 16 with 256; report it to the engine",
+    )
+    return Outcome(seen=seen, findings=[finding] if last <= LAST else [])
+
+
+def _split(session: QuestionSession, answer: Answer, size: int) -> SplitAnswer | None:
+    """The answer's first `size` tokens and the rest; None if it begins with other tokens now."""
+    prompt_ids, token_ids = answer.output.prompt_token_ids, answer.output.token_ids
+    start = session.ask(prompt_ids, size)
+    if start.served.token_ids != token_ids[:size]:
+        return None
+    lengths = answer.output.acceptance_lengths
+    whole = _kept(sum(lengths) - len(lengths), len(lengths), len(token_ids))
+    if not lengths:
+        again = session.ask(prompt_ids, len(token_ids))
+        whole = _kept(again.num_accepted, again.num_steps, len(token_ids))
+    begun = _kept(start.num_accepted, start.num_steps, size)
+    if begun is None or whole is None:
+        raise NotJudged("the accepted draft tokens of an answer are not known")
+    return SplitAnswer((begun, max(0, whole - begun)), (size - 1, len(token_ids) - size))
+
+
+def _kept(num_accepted: int | None, num_steps: int | None, num_tokens: int) -> int | None:
+    """Accepted draft tokens that are in an answer. Its last step may accept tokens past its end."""
+    if num_accepted is None or num_steps is None:
+        return num_accepted
+    return max(0, min(num_accepted, num_tokens - 1 - num_steps))
+
+
+def _length(found: Sequence[SplitAnswer], side: int) -> float:
+    """Tokens per step of one side, if each step commits its accepted draft tokens and one token more."""
+    accepted, tokens = sum(item.accepted[side] for item in found), sum(item.tokens[side] for item in found)
+    return 1 / (1 - min(accepted / tokens, 0.99))

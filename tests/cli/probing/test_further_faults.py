@@ -1,0 +1,88 @@
+"""Faults that depend on the request, on the position in an answer or on documents: named, and nothing else.
+
+Ten of them are of the first blind set of docs/measurements/probe-faults.md.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dflash_cli.probing.draft_findings import unlike_names
+from dflash_testing.scripted_faults import Fading, OddAnswers, SecondTurn, Telling, WithDefaults
+from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
+
+OTHER_TARGET: dict[str, Any] = {**S, "first_rate": 0.24, "rate": 0.24}
+INFO = "/server_info"
+NAMES = {"model_path": "org/Chat-8B-Thinking", "speculative_draft_model_path": "org/Chat-8B-Instruct-DFlash"}
+
+
+def lookup(style: str) -> Telling:
+    if style == "sglang":
+        return Telling(**S, rate=0.05, told={INFO: {"speculative_algorithm": "NGRAM"}})
+    params = {"speculative.types": ["ngram-simple", "ngram-mod"], "speculative.n_max": 7}
+    return Telling(**L, ends_after=9, told={"/props": {"default_generation_settings": {"params": params}}})
+
+
+FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
+    "21 steps": (partial(Fading, **STEPS), {"acceptance-falls-within-answers"}),
+    "21 counters": (partial(Fading, **V), {"acceptance-falls-within-answers"}),
+    "21 sglang": (partial(Fading, **S), {"acceptance-falls-within-answers"}),
+    "21 llama.cpp": (partial(Fading, **L), {"acceptance-falls-within-answers"}),
+    "21 llama.cpp without metrics": (partial(Fading, **L, has_metrics=False), {"acceptance-falls-within-answers"}),
+    "21 ends": (partial(Fading, **L, fade=1.0, ends_at=24), {"acceptance-falls-within-answers"}),
+    "22 without a draft": (
+        partial(Script, **V, reports="summary", replicas=2, unlike={"has_draft": False}),
+        {"several-replicas", "unlike-replicas"},
+    ),
+    "22 other K": (partial(Script, **S, replicas=2, unlike={"k": 3}), {"several-replicas", "unlike-replicas"}),
+    "23": (partial(WithDefaults, **V, penalised=0.6), {"default-settings-change-answers"}),
+    "23 sglang": (partial(WithDefaults, **S, penalised=1.5), {"default-settings-change-answers"}),
+    "23 llama.cpp": (partial(WithDefaults, **L, penalised=0.6), {"default-settings-change-answers"}),
+    "24": (partial(WithDefaults, **V, undrafted=("defaults",)), {"default-settings-not-drafted"}),
+    "24 sampled": (partial(WithDefaults, **S, undrafted=("sampled",)), {"sampled-answers-not-drafted"}),
+    "25 names": (partial(Telling, **OTHER_TARGET, told={INFO: NAMES}), {"acceptance-low-everywhere"}),
+    "25 later": (partial(Script, **V, first_rate=0.3, rate=0.12), {"acceptance-low-everywhere"}),
+    "25 first": (partial(Script, **V, rate=0.17), {"acceptance-low-everywhere"}),
+    "26": (partial(SecondTurn, **V), {"second-turn-changes-answers"}),
+    "26 sglang": (partial(SecondTurn, **S), {"second-turn-changes-answers"}),
+    "26 llama.cpp": (partial(SecondTurn, **L), {"second-turn-changes-answers"}),
+    "26 acceptance": (partial(SecondTurn, **S, turn="draftless"), {"second-turn-lowers-acceptance"}),
+    "27": (partial(Telling, **L, slots=(True, False, False, False)), {"partly-drafted"}),
+    "28 llama.cpp": (partial(lookup, "llama.cpp"), {"drafts-by-lookup"}),
+    "28 sglang": (partial(lookup, "sglang"), {"drafts-by-lookup"}),
+    "29": (partial(OddAnswers, **S, token=100), {"answers-repeat-one-token"}),
+    "30": (partial(OddAnswers, **V, cap=40), {"answers-cut-short"}),
+    "31": (partial(OddAnswers, **V, surplus=3), {"answers-past-limit"}),
+    "32 end": (partial(OddAnswers, **V, loses="end"), {"text-stream-broken"}),
+    "32 pieces": (partial(OddAnswers, **L, loses="pieces"), {"text-stream-broken"}),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, ids = FAULTS[name]
+    found = probe_script(monkeypatch, make())
+    assert named(found) == ids, [(item.id, item.seen) for item in found.findings]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "unlike"),
+    [
+        ("org/Chat-8B-Thinking-2509", "org/Chat-8B-Instruct-DFlash-b8", ["thinking and instruct"]),
+        ("org/Chat-30B-A3B", "org/Chat-8B-DFlash", ["30b and 8b"]),
+        ("org/Chat-8B", "/models/dflash-chat-8b-0.5B", []),
+        ("org/Chat-8B-Instruct", "org/Chat-8B-DFlash-b16", []),
+        ("/models/target", "/models/draft", []),
+        (None, "org/Chat-8B-DFlash", []),
+    ],
+)
+def test_names_contradict_each_other_by_size_or_kind(target: str | None, draft: str, unlike: list[str]) -> None:
+    assert unlike_names(target, draft) == unlike
+
+
+def test_evidence_names_the_penalty_the_slots_and_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, words in {"23": "already has", "27": "3 of its 4 slots", "25 names": "thinking and instruct"}.items():
+        (item,) = probe_script(monkeypatch, FAULTS[name][0]()).findings
+        assert words in item.seen

@@ -1,0 +1,133 @@
+"""Scripted servers with faults that depend on the request, on the position in an answer or on documents."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from dflash_testing.fake_engines import Ids, Text
+from dflash_testing.scripted_servers import LONG, Script
+
+PENALTIES = ("repetition_penalty", "repeat_penalty")
+Kind = Literal["sampled", "defaults"]
+
+
+@dataclass
+class Fading(Script):
+    """Each further token of an answer lowers acceptance, or a draft ends after `ends_at` tokens."""
+
+    fade: float = 0.94
+    ends_at: int | None = None
+
+    def steps(self, ids: Ids, num_tokens: int, rate: float) -> Ids:
+        draw, accepted, given = random.Random(f"fading {ids[-64:]}"), [], 1
+        while given < num_tokens and (self.ends_at is None or given < self.ends_at):
+            number = 0
+            while number < self.k and draw.random() < rate * self.fade ** (given + number):
+                number += 1
+            accepted.append(number)
+            given += number + 1
+        return tuple(accepted)
+
+
+@dataclass
+class WithDefaults(Script):
+    """Without a penalty of its own, a request is `penalised` by this many nats. Some kinds are `undrafted`."""
+
+    penalised: float = 0.0
+    undrafted: tuple[Kind, ...] = ()
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.body.get("sampling_params", self.body)
+        return found
+
+    @property
+    def has_defaults(self) -> bool:
+        return not any(name in self.sampling for name in PENALTIES) and not self.sampling.get("temperature")
+
+    def steps(self, ids: Ids, num_tokens: int, rate: float) -> Ids:
+        kinds = {"sampled": bool(self.sampling.get("temperature")), "defaults": self.has_defaults}
+        is_off = "messages" not in self.body and any(kinds[kind] for kind in self.undrafted)
+        return () if is_off else super().steps(ids, num_tokens, rate)
+
+    def tokens(self, ids: Ids, num_tokens: int) -> Ids:
+        """Each tenth token is one that the answer has already; a penalty takes the next likely one."""
+        own = list(super().tokens(ids, num_tokens))
+        for place in range(9, num_tokens, 10):
+            own[place] = own[0] + (bool(self.penalised) and self.has_defaults)
+        return tuple(own)
+
+    def next_of(self, ids: Ids) -> dict[int, float]:
+        prompt = self.prompt_of(ids)
+        first, place = super().tokens(prompt, 1)[0], len(ids) - len(prompt)
+        if place % 10 == 9:
+            return {first: -0.1, first + 1: -0.1 - self.penalised}
+        return super().next_of(ids)
+
+    def scores(self, ids: Ids) -> list[dict[int, float]]:
+        return [{token: -0.1} for token in ids[len(self.prompt_of(ids)) :]]
+
+
+@dataclass
+class SecondTurn(Script):
+    """A prompt that goes on from an earlier prompt and its answer gets other tokens, or no accepted draft token."""
+
+    turn: Literal["wrong", "draftless"] = "wrong"
+    given: dict[Ids, Ids] = field(default_factory=dict)
+
+    def complete(self, ids: Ids, num_tokens: int, *, is_plain: bool, uses_cache: bool) -> Text:
+        earlier = [(*prompt, *answer) for prompt, answer in list(self.given.items())]
+        goes_on = uses_cache and any(len(ids) > len(item) and ids[: len(item)] == item for item in earlier)
+        text = super().complete(ids, num_tokens, is_plain=is_plain, uses_cache=uses_cache)
+        if len(ids) >= LONG:
+            self.given[ids] = text.token_ids
+        if not goes_on:
+            return text
+        if self.turn == "wrong":
+            return replace(text, token_ids=tuple(token + 1 for token in text.token_ids), num_cached=len(ids) - 1)
+        return replace(text, accepted=(0,) * num_tokens)
+
+    def scores(self, ids: Ids) -> list[dict[int, float]]:
+        prompt = self.prompt_of(ids)
+        own = self.tokens(prompt, len(ids) - len(prompt))
+        each = zip(ids[len(prompt) :], own, strict=True)
+        return [{token: -0.1} if token == first else {token: -8.0, first: -0.1} for token, first in each]
+
+
+@dataclass
+class Telling(Script):
+    """What the server tells of itself differs in `told`: path -> changed fields of the document."""
+
+    told: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    slots: tuple[bool, ...] = ()
+
+    def as_document(self, path: str, document: Any) -> Any:
+        if path == "/slots" and self.slots:
+            return [{"id": place, "speculative": drafts} for place, drafts in enumerate(self.slots)]
+        return document | self.told[path] if document and path in self.told else document
+
+    def steps(self, ids: Ids, num_tokens: int, rate: float) -> Ids:
+        """Only some slots draft. Requests take slots in turn."""
+        is_off = self.slots and not self.slots[self.num_answers % len(self.slots)]
+        return () if is_off else super().steps(ids, num_tokens, rate)
+
+
+@dataclass
+class OddAnswers(Script):
+    """Answers of one token, cut to `cap` tokens, or `surplus` tokens too long; streams that lose pieces of text."""
+
+    token: int | None = None
+    cap: int | None = None
+    surplus: int = 0
+    loses: Literal["", "end", "pieces"] = ""
+
+    def complete(self, ids: Ids, num_tokens: int, *, is_plain: bool, uses_cache: bool) -> Text:
+        size = min(num_tokens, self.cap or num_tokens) + (self.surplus if num_tokens > 1 else 0)
+        return super().complete(ids, size, is_plain=is_plain, uses_cache=uses_cache)
+
+    def tokens(self, ids: Ids, num_tokens: int) -> Ids:
+        return super().tokens(ids, num_tokens) if self.token is None else (self.token,) * num_tokens
+
+    def as_stream(self, pieces: list[str]) -> list[str]:
+        return {"": pieces, "end": pieces[:-1], "pieces": pieces[::2]}[self.loses]
