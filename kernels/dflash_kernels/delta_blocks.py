@@ -24,10 +24,10 @@ from dflash_kernels.delta_rule import (
     DeltaMemory,
     Gates,
     check_blocks,
-    delta_rule_ref,
     load_gates,
     replay_rows,
     room_for,
+    rule_of_trees_ref,
     state_places,
 )
 from dflash_kernels.draft_tree import TreeRows
@@ -59,8 +59,8 @@ def delta_blocks_ref(
     out: Tensor | None = None,
     tree: TreeRows | None = None,
 ) -> Tensor:
-    """Return the results of `delta_rule_ref`, and keep its records."""
-    return delta_rule_ref(rows, gates, memory, blocks, most_replayed, out, tree)
+    """Return the results of `delta_rule_ref`, or along the paths of trees, and keep the records of all rows."""
+    return rule_of_trees_ref(rows, gates, memory, blocks, most_replayed, out, tree)
 
 
 @jit(do_not_specialize=["num_rows"])

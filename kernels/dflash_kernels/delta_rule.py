@@ -122,7 +122,6 @@ def delta_rule_ref(
     blocks: BlockTexts,
     most_replayed: int = 0,
     out: Tensor | None = None,
-    tree: TreeRows | None = None,
 ) -> Tensor:
     """Run blocks of rows from the states of their texts.
 
@@ -130,9 +129,16 @@ def delta_rule_ref(
     memory         written: the records of the block's rows, and the replayed states
     most_replayed  a state with more replayed rows is stored, and then includes all rows before the block
     out            [R * W, H, V] in the dtype of `rows`, written; a new tensor if None
-    tree           the blocks are trees: the state before a row is the state after its parent
     Returns `out`.
     """
+    return rule_of_trees_ref(rows, gates, memory, blocks, most_replayed, out, None)
+
+
+def rule_of_trees_ref(
+    rows: Tensor, gates: Gates, memory: DeltaMemory, blocks: BlockTexts, most_replayed: int, out: Tensor | None,
+    tree: TreeRows | None,
+) -> Tensor:  # fmt: skip
+    """Compute `delta_rule_ref`. In a tree, the state before a row is the state after its parent."""
     count = len(blocks.texts)
     _, size, num_keys, key_size = memory.keys.shape
     num_heads, value_size = memory.deltas.shape[2:]
