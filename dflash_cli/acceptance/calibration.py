@@ -177,10 +177,11 @@ def predict_online(features: "Tensor", num_accepted: "Tensor", num_verified: "Te
     """
     import torch
 
-    from dflash_runtime.device.acceptance_model import REFIT_STEPS, AcceptanceModel
+    from dflash_runtime.device.acceptance_model import AcceptanceModel, is_refit_due
 
     model, found = AcceptanceModel.first(features.shape[1]), []
-    for part in zip(*(values.split(REFIT_STEPS) for values in (features, num_accepted, num_verified)), strict=True):
+    ends = [step for step in range(1, len(features)) if is_refit_due(step)]
+    for part in zip(*(values.tensor_split(ends) for values in (features, num_accepted, num_verified)), strict=True):
         found.append(model.probabilities(part[0]))
         model = model.stepped(model.sums_of(*part))
     return torch.cat(found)

@@ -29,11 +29,16 @@ FIRST_WEIGHT, FIRST_BIAS = 1.0, 0.0
 RIDGE = 1.0
 """The curvature that holds a refit near the last fit, as about four tokens with even odds do."""
 
-DAMPING = 50.0
+DAMPING = 20.0
 """A step from as many tokens is halved: n tokens take n / (n + DAMPING) of it."""
 
 REFIT_STEPS = 32
-"""Steps from one refit to the next. Each refit is some thirty small launches."""
+"""Steps from one refit to the next, after the first ones. Each refit is some thirty small launches."""
+
+
+def is_refit_due(num_steps: int) -> bool:
+    """Whether a refit follows the n-th step: steps 1, 2, 4, ... for a fast start, then every REFIT_STEPS steps."""
+    return num_steps % REFIT_STEPS == 0 or (num_steps < REFIT_STEPS and num_steps.bit_count() == 1)
 
 
 class AcceptanceModel(NamedTuple):
@@ -71,7 +76,7 @@ class AcceptanceModel(NamedTuple):
 
 
 class OnlineAcceptance:
-    """The model of an engine: it predicts in every step, and is refitted after REFIT_STEPS steps."""
+    """The model of an engine: it predicts in every step, and is refitted when `is_refit_due`."""
 
     def __init__(self, num_draft_tokens: int, device: torch.device, kernels: Kernels) -> None:
         self.model = AcceptanceModel.first(num_draft_tokens, device)
@@ -90,7 +95,7 @@ class OnlineAcceptance:
     def count_step(self) -> None:
         """Queue a refit if it is due. Its tensors keep their addresses, because captured steps read them."""
         self._num_steps += 1
-        if self._num_steps % REFIT_STEPS == 0:
+        if is_refit_due(self._num_steps):
             for own, fitted in zip(self.model, self.model.stepped(self._sums), strict=True):
                 own.copy_(fitted)
             self._sums.zero_()
