@@ -6,10 +6,10 @@
     python3 examples/benchmarks/pair_steps.py --record 1.jsonl 2.jsonl      # into tests/data and docs/measurements
 
 The pairs are in `tests/data/pairs.jsonl`, and the sizes of their targets in `tests/data/target_sizes.jsonl`. Pairs of
-equal shape are measured once, and drafts of one target use the same weights of the target. Prompts have 512 tokens,
-and steps commit 4 tokens on average, by forced acceptance. Each number of requests has its own engine, which captures
-only the steps of this number. A row is written when it is known. A shape that fails prints one line, the others
-continue, and the exit code is 1. `--record` needs `python scripts/target_table.py > docs/reference/targets.md` next.
+equal shape are measured once. Drafts of one target use the same weights of the target. Prompts have 512 tokens, and
+forced acceptance commits 4 tokens per step on average. An engine has one number of requests, and captures only the
+steps of this number. A row is written when it is known. A shape that fails prints one line, the others continue, and
+the exit code is 1. After `--record`, run `python scripts/target_table.py > docs/reference/targets.md`.
 """
 
 import argparse
@@ -26,13 +26,15 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
-    sys.path.append(str(ROOT / "tests" / "helpers"))
+    root = Path(__file__).resolve().parents[2]
+    sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels", "tests/helpers")]
 
+from dflash_runtime.errors import DFlashError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target
 from dflash_testing.pair_ways import way_of
+from dflash_testing.paths import ROOT
 from dflash_testing.published_pairs import TABLE, PublishedPair, read_table
 from dflash_testing.target_sizes import in_full, read_sizes
 from timing.draft_kinds import KindCell
@@ -48,28 +50,29 @@ HEAD = """# Steps of published pairs
 Milliseconds of a step at batch 1, 8 and 32 on one GPU, bfloat16, random weights at the published sizes of target and
 draft, CUDA graphs where the target allows them. Prompts have 512 tokens. Acceptance is forced to 4 tokens per step.
 `tests/data/target_sizes.jsonl` has the sizes and their sources. Drafts that state no layout of their blocks read them
-anchor first. A dash is a batch that failed, such as for lack of memory.
+anchor first. Pairs of equal shape share the line of the first pair. A dash is a batch without a time, such as for lack
+of memory. The script prints why.
 
 ```sh
 python3 examples/benchmarks/pair_steps.py --out steps.jsonl
 python3 examples/benchmarks/pair_steps.py --record steps.jsonl
 ```
 
-| target | kind of draft | block | layers | runtime | batch 1 | batch 8 | batch 32 | GPU | date |
-|---|---|---|---|---|---|---|---|---|---|
+| draft | target | kind of draft | block | layers of the draft | runtime | batch 1 | batch 8 | batch 32 | GPU | date |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
 @dataclass(frozen=True)
 class SameShape:
-    """Pairs whose steps take equal times. `pair` is the first one."""
+    """Pairs with equal step times. `pair` is the first one."""
 
     pair: RealPair
     names: tuple[str, ...]
 
 
 def same_shapes(pairs: Sequence[RealPair]) -> list[SameShape]:
-    """One item per shape, those of one target side by side."""
+    """One item per shape. Shapes with the same target are side by side."""
     groups: dict[str, dict[str, list[RealPair]]] = {}
     for pair in pairs:
         groups.setdefault(pair.target_shape, {}).setdefault(pair.shape, []).append(pair)
@@ -102,7 +105,11 @@ def sized_pairs(folder: Path, only: Sequence[str]) -> tuple[list[RealPair], list
         elif reason := sizes[pair.of].why_not:
             left_out.append((pair.name, reason))
         else:
-            found.append(read_pair(in_full(pair, sizes[pair.of]), pair.name, home / "full"))
+            try:
+                found.append(read_pair(in_full(pair, sizes[pair.of]), pair.name, home / "full"))
+            except DFlashError as error:  # such as a release of transformers without this target
+                left_out.append((pair.name, error.message.splitlines()[0]))
+                say(": ".join(left_out[-1]))
     return found, left_out
 
 
@@ -129,15 +136,18 @@ class OneTarget:
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
-        self._shape, self._target = "", None
+        self._shape = ""
+        self._target: Target | None = None
 
     def get(self, pair: RealPair) -> Target:
         """The target of a pair."""
-        if self._target is None or self._shape != pair.target_shape:
-            self._target = None
-            release()
-            self._target, self._shape = make_target(pair, self.placement), pair.target_shape
-        return self._target
+        if self._target is not None and self._shape == pair.target_shape:
+            return self._target
+        self._target = None
+        release()
+        made = make_target(pair, self.placement)
+        self._target, self._shape = made, pair.target_shape
+        return made
 
 
 def measure_shape(shape: SameShape, given: argparse.Namespace, recorder: Recorder, target: OneTarget) -> None:
@@ -169,7 +179,11 @@ def line_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """The line of a shape in the log, from its rows of all batches."""
     first, ms = rows[0], {row["batch"]: f"{row['ms']:.3g}" for row in rows}
     times = [ms.get(batch, "-") for batch in (1, 8, 32)]
-    shown = (first["of"], first["draft_kind"], first["block"], first["draft_layers"], first["runtime"])
+    shown = (
+        first["pairs"][0],
+        first["of"],
+        *(first[name] for name in ("draft_kind", "block", "draft_layers", "runtime")),
+    )
     return f"| {' | '.join(map(str, (*shown, *times, card(first), first['date'][:10])))} |"
 
 
@@ -180,7 +194,7 @@ def card(row: Mapping[str, Any]) -> str:
 
 def recorded(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows of pairs.jsonl, with `steps` of the measured pairs."""
-    steps = {}
+    steps: dict[str, dict[str, Any]] = {}
     for names in dict.fromkeys(tuple(row["pairs"]) for row in rows):
         own = sorted((row for row in rows if tuple(row["pairs"]) == names), key=lambda row: row["batch"])
         ms = {str(row["batch"]): float(f"{row['ms']:.3g}") for row in own}
@@ -209,7 +223,7 @@ def record(files: Sequence[Path]) -> None:
 
 
 def listing(shapes: Sequence[SameShape], left_out: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """What would be measured, with bytes of weights, and the reasons of other pairs."""
+    """Tables of the shapes with their bytes of weights, and of the pairs that are left out."""
     headings = ("pair", "runtime", "GB", "equal pairs")
     rows = [
         [shape.names[0], shape.pair.runtime, shape.pair.num_bytes / 1e9, ", ".join(shape.names[1:])] for shape in shapes

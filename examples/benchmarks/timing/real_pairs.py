@@ -69,7 +69,7 @@ class RealPair:
 
     @cached_property
     def shape(self) -> str:
-        """Equal for pairs whose steps take equal times."""
+        """Equal for pairs with equal step times."""
         draft = _without(asdict(self.draft), NOT_DRAFT_SHAPE)
         draft["target_layer_ids"] = len(self.draft.target_layer_ids)
         return self.target_shape + json.dumps(draft, default=str)
@@ -149,7 +149,7 @@ def join(pair: RealPair, target: Target, placement: Placement) -> RandomPair:
     draft_weights = draft_weights_of(pair.draft, placement)
     draft = build_draft(pair.draft, draft_weights, target, placement)
     limits = Limits(
-        num_draft_tokens=pair.draft.num_draft_tokens, max_model_len=placement.max_model_len - BLOCK,
+        num_draft_tokens=pair.draft.num_draft_tokens, max_model_len=placement.num_positions - BLOCK,
         max_num_requests=1, vocab_size=pair.target.vocab_size,
         max_batched_tokens=rows_of_a_step(EngineConfig(), placement.kernels),
     )  # fmt: skip

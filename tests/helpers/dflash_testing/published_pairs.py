@@ -113,6 +113,8 @@ class PublishedPair:
                 _set_depth(decoder, depth, value)
             elif key == "rope_theta" and "rope_theta" in decoder.get("rope_parameters", {}):
                 decoder["rope_parameters"][key] = value
+            elif key == "tie_word_embeddings":  # of a multimodal model, the whole config decides
+                config[key] = decoder[key] = value
             else:
                 decoder[key] = value
         return config

@@ -20,12 +20,12 @@ GPU_GB = 141
 class TargetSizes:
     """One row.
 
-    of          published names of targets with this shape
+    of          published names of all targets with this shape
     billions    10**9 published weights, without parts for images and audio if `sizes` are given
     bytes_each  bytes of a weight in memory, 2 for bfloat16
     sizes       changes to the decoder's config beyond `PublishedPair.sizes`; empty if the target does not fit one GPU
     source      where the sizes come from
-    unsure      sizes of which the source is not certain
+    unsure      sizes that the source may not have
     unknown     the reason why sizes are missing, if the target would fit
     """
 
