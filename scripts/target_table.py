@@ -27,6 +27,7 @@ from dflash_testing.hosted_models import BODY, OWN_CACHE, REFUSED, SERVED
 from dflash_testing.multimodal_models import WRAPPERS
 from dflash_testing.pair_ways import way_of, write_target
 from dflash_testing.published_pairs import TARGETS, PublishedPair, read_table
+from dflash_testing.target_sizes import TargetSizes, read_sizes
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,9 @@ were not available have stand-ins of the same kind.
 
 - **way**: how the target runs with this draft, or the reason of a refusal.
 - **step**: milliseconds of a step at batch 1, 8 and 32 on one H200. The weights are random and have the target's shape.
-  The draft has this kind, block and number of layers. The link leads to the log.
+  The draft has this kind, block and number of layers. The link leads to the log. Gigabytes are the published number of
+  weights, in bfloat16 unless native code multiplies them in FP8. `examples/benchmarks/pair_steps.py` measures the pairs
+  that fit.
 
 | draft | target | kind of draft | block | target's type | way | step |
 |---|---|---|---|---|---|---|
@@ -157,13 +160,27 @@ def pair_row(pair: PublishedPair) -> str:
     """The row of a published pair."""
     with TemporaryDirectory() as home:
         way = way_of(pair, Path(home))
-    name = f"{pair.draft} ({pair.revision})" if pair.revision else pair.draft
-    steps = "not measured" if "refused" not in way.words else ""
-    if pair.steps:
-        times = " / ".join(f"{pair.steps['ms'][batch]:.3g}" for batch in pair.steps["ms"])
-        steps = f"[{times}](../measurements/{pair.steps['log']})"
-    cells = (name, pair.of, way.kind, str(pair.shape["block"]), way.target_type, way.words, steps)
+    cells = (
+        pair.name, pair.of, way.kind, str(pair.shape["block"]), way.target_type, way.words, steps_cell(pair, way.words)
+    )  # fmt: skip
     return f"| {' | '.join(cells)} |\n"
+
+
+def steps_cell(pair: PublishedPair, way: str) -> str:
+    """Times of steps with a link to their log, or the reason why the pair has no times."""
+    if "refused" in way:
+        return "does not run here"
+    if not pair.steps:
+        return sizes()[pair.of].why_not or "not measured yet"
+    times = " / ".join(f"{pair.steps['ms'][batch]:.3g}" for batch in pair.steps["ms"])
+    card = "" if pair.steps["card"] == "H200" else f" on {pair.steps['card']}"
+    return f"[{times}](../measurements/{pair.steps['log']}){card}"
+
+
+@cache
+def sizes() -> dict[str, TargetSizes]:
+    """Published name of a target -> sizes."""
+    return read_sizes()
 
 
 @cache

@@ -5,6 +5,7 @@ Pairs are rows of tests/data/pairs.jsonl. `dflash_testing.published_pairs` descr
 
 import json
 import re
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from dflash_cli import validate
 from dflash_cli.checkpoints.description import describe
 from dflash_cli.terminal import documentation
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.models.target import find_target_runtime, target_families
 from dflash_testing import checkpoints as support
+from dflash_testing.pair_ways import write_target
 from dflash_testing.paths import ROOT
 from dflash_testing.published_pairs import ENGINES, PublishedPair, read_table
+from dflash_testing.target_sizes import GPU_GB, in_full, read_sizes
 
 PAIRS = read_table()
 MOST_USED = (
@@ -101,12 +105,47 @@ def test_measured_steps_are_in_their_logs() -> None:
 def test_the_page_has_every_pair_once() -> None:
     page = documentation.text("targets").partition("## Published pairs")[2]
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ") and "/" in line.split(" | ")[0]]
-    names = [f"{pair.draft} ({pair.revision})" if pair.revision else pair.draft for pair in PAIRS]
-    assert [row[0].removeprefix("| ") for row in rows] == names
-    for row, pair in zip(rows, PAIRS, strict=True):
-        is_refused = "refused" in row[5]
-        assert bool(pair.steps) == ("measurements/" in row[6])
-        assert is_refused == (row[6].strip(" |") == "")
+    assert [row[0].removeprefix("| ") for row in rows] == [pair.name for pair in PAIRS]
+
+
+def test_every_pair_has_a_step_time_or_a_reason() -> None:
+    """A pair that runs and fits one GPU has a time, or sizes with which `pair_steps.py` measures it."""
+    page, sizes = documentation.text("targets").partition("## Published pairs")[2], read_sizes()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    for pair, (*_, way, step) in zip(PAIRS, rows, strict=True):
+        assert bool(pair.steps) == ("measurements/" in step)
+        assert ("refused" in way) == (step == "does not run here")
+        if not pair.steps and "refused" not in way:
+            assert step == (sizes[pair.of].why_not or "not measured yet")
+
+
+def test_targets_without_sizes_are_larger_than_one_gpu() -> None:
+    rows = read_sizes()
+    assert rows.keys() <= {pair.of for pair in PAIRS}
+    for name, row in rows.items():
+        is_large = row.gigabytes > GPU_GB
+        assert is_large or row.sizes or row.unknown, name
+        assert bool(row.sizes) == bool(row.source), name
+
+
+def test_sizes_of_native_targets_give_the_published_number_of_weights(tmp_path: Path) -> None:
+    """Within 1%. A wrong width, number of layers or number of experts differs by more."""
+    rows, targets = read_sizes(), {pair.of: pair for pair in PAIRS}
+    counted = 0
+    for name, row in rows.items():
+        if not row.sizes:
+            continue
+        source = write_target(tmp_path / name, in_full(targets[name], row).target_config())
+        runtime, config = find_target_runtime(source, "auto")
+        if runtime != "native":
+            continue
+        shapes = target_families()[config.model_type].expected_shapes(config)
+        # A byte of _blocks has two weights, and the scales are not weights.
+        each = {"_blocks": 2, "_scales": 0}
+        weights = sum(prod(size) * each.get(tensor[-7:], 1) for tensor, size in shapes.items())
+        assert weights / 1e9 == pytest.approx(row.billions, rel=0.01), name
+        counted += 1
+    assert counted >= 15
 
 
 def test_every_error_has_a_reason() -> None:

@@ -22,7 +22,7 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.qwen3_5_moe import Qwen35MoeTarget
-from dflash_runtime.models.target import family_cuts, target_families
+from dflash_runtime.models.target import TargetFamily, family_cuts, target_families
 from dflash_runtime.models.target_shares import share_config
 from dflash_runtime.models.weights import Weights, stack_projections
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
@@ -362,9 +362,7 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device, ranks: Ra
     drawn, draft_own = drawn_weights(shape, placement)
     cuts = family_cuts(family, whole, ranks) if ranks.size > 1 else {}
     own = ((name, cuts[name].of(tensor).contiguous() if name in cuts else tensor) for name, tensor in drawn)
-    arrange = getattr(family, "arrange", lambda _, tensor: tensor)
-    arranged = ((name, arrange(name, tensor)) for name, tensor in own)
-    target_weights = stack_projections(stack_experts(arranged, family.expected_shapes(target_config)))
+    target_weights = stacked_weights(family, target_config, own)
     draft_weights = stack_projections(draft_own)
     target = family(target_config, target_weights, placement)
     limits = Limits(
@@ -374,6 +372,13 @@ def build_pair(shape: Shape, max_model_len: int, device: torch.device, ranks: Ra
     draft = DFlashDraft(draft_config, draft_weights, target, placement)
     pair = LoadedPair(target=target, draft=draft, placement=placement, limits=limits, config=EngineConfig())
     return RandomPair(shape, pair, lambda: target_weights, draft_weights)
+
+
+def stacked_weights(family: TargetFamily, config: TargetConfig, tensors: Tensors) -> Weights:
+    """A checkpoint's tensors as a native target of the family reads them."""
+    arrange = getattr(family, "arrange", lambda _, tensor: tensor)
+    arranged = ((name, arrange(name, tensor)) for name, tensor in tensors)
+    return stack_projections(stack_experts(arranged, family.expected_shapes(config)))
 
 
 def drawn_weights(shape: Shape, placement: Placement) -> tuple[Tensors, Tensors]:

@@ -64,6 +64,11 @@ class PublishedPair:
     steps: Json = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        """The name of the draft, with its revision if the table has several."""
+        return f"{self.draft} ({self.revision})" if self.revision else self.draft
+
+    @property
     def is_read(self) -> bool:
         """Whether `inspect` describes the draft. Kinds without a table and drafts without a block size are refused."""
         return bool(self.kind) or not {"C01", "C03"} & self.errors.keys()
@@ -108,6 +113,8 @@ class PublishedPair:
                 _set_depth(decoder, depth, value)
             elif key == "rope_theta" and "rope_theta" in decoder.get("rope_parameters", {}):
                 decoder["rope_parameters"][key] = value
+            elif key == "tie_word_embeddings":  # of a multimodal model, the whole config decides
+                config[key] = decoder[key] = value
             else:
                 decoder[key] = value
         return config
