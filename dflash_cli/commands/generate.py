@@ -177,15 +177,14 @@ def run(
     request: GenerationRequest, open_sinks: "Callable[[PairSession, Sequence[PromptRow], ExitStack], Iterator[Sink]]"
 ) -> Generation:
     """Answer the prompts or hand them off, and pass every event to the sinks."""
-    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.prompt_sets import gather_prompts
 
     named = None if request.brings_prompts else gather_prompts(
         request.prompt, request.prompts, request.dataset, request.dataset_format, count=request.num_prompts
     )  # fmt: skip
-    announce_loading(request.draft, request.target, plain=request.num_speculative_tokens == 0, device=request.device)
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.checkpoints.opening import Overrides
+    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.conditions import make_conditions
     from dflash_cli.generation.loaded_pair import load_session, open_pair
 
@@ -203,6 +202,10 @@ def run(
         request.draft, request.target, config, params=params, overrides=Overrides(request.causality, request.layout),
         template_options=request.template_options,
     )  # fmt: skip
+    conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
+    given = handing.prompts if handing is not None and named is None else named
+    choice = choose_prompts(request, opened, given, conditions=conditions)
+    announce_loading(opened.references, plain=config.num_draft_tokens == 0, device=config.device)
     from dflash_runtime.device.settings import can_adapt
 
     handing = handing or _open_handing(request, named)
@@ -210,8 +213,6 @@ def run(
     is_adaptive = request.verify_width == "auto" or may_adapt
     config = replace(config, adaptive_width=is_adaptive, row_budget=request.verify_width == "budget")
     session = load_session(opened, config, threads=request.threads)
-    conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
-    choice = choose_prompts(request, session, named or handing.prompts, conditions=conditions)
     params = handing.params or params.with_stops(session.stop_token_ids)
     handing.check_pair(session.llm)
     session.warm_up(params, len(choice.rows))

@@ -120,15 +120,14 @@ def tune(request: TuningRequest) -> "Tuning":
     Raises:
         UsageError, RequestError: a K does not fit the pair, or a prompt cannot be served.
     """
-    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.prompt_sets import read_prompts
 
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
     config = request.engine_config(draft_confidence=request.budget)
-    announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.checkpoints.opening import Overrides
+    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.loaded_pair import load_session, open_pair
 
     params = request.sampling_params(request.max_new_tokens)
@@ -137,12 +136,13 @@ def tune(request: TuningRequest) -> "Tuning":
         request.draft, request.target, replace(config, num_draft_tokens=most), params=params,
         overrides=Overrides(request.causality, request.layout), template_options=request.template_options,
     )  # fmt: skip
+    choice = choose_prompts(request, opened, given)
+    announce_loading(opened.references, device=config.device)
     from dflash_cli.tuning.speed import smallest
     from dflash_cli.tuning.tuner import TuningPlan
     from dflash_cli.tuning.what_if import parse_what_ifs
 
     session = load_session(opened, smallest(config), threads=request.threads)
-    choice = choose_prompts(request, session, given)
     plan = TuningPlan(
         evaluation=EvaluationPlan(
             rows=choice.rows,

@@ -58,7 +58,7 @@ def run_validation(request: DiagnosisOptions, plan: ValidationPlan) -> RunReport
     from dflash_cli.generation.threads import use_threads
 
     assert isinstance(plan.target, Path)
-    announce_loading(plan.draft_reference, plan.target_reference, device=request.device)
+    announce_loading({"draft": plan.draft_reference, "target": plan.target_reference}, device=request.device)
     use_threads(request.threads, request.device, [open_checkpoint(plan.target), open_checkpoint(plan.draft)])
     with ReadingProgress() as progress:
         return validate_running(plan, run_settings(plan.target, request, observe=progress))

@@ -25,18 +25,21 @@ def check_output(path: Path, *, force: bool, hint: str = "pass --force to replac
 
 
 def check_parent(path: Path) -> None:
-    """Require that the parent of an output is a directory.
+    """Require that the parent of an output is a directory in which files can be made.
 
     Raises:
         UsageError: naming the parent.
     """
-    if not path.absolute().parent.is_dir():
+    parent = path.absolute().parent
+    if not parent.is_dir():
         raise UsageError(
             "no such directory",
             id="no-parent-directory",
             path=path.parent,
             hint=f"make it first: mkdir -p {path.parent}",
         )
+    if not is_stream(path) and not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError("no files can be made in this directory", id="permission-denied", path=path.parent)
 
 
 def is_stream(path: Path) -> bool:

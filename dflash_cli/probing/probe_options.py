@@ -20,14 +20,14 @@ from dflash_cli.probing.server_run import ServerRequest
 from dflash_cli.probing.token_equality import NEAR_TIE_NATS
 from dflash_cli.terminal.options import GateOptions, PromptOptions, ResumableOptions, VerdictOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option
-from dflash_cli.terminal.sampling_options import SeedOptions
+from dflash_cli.terminal.sampling_options import TemperatureOptions
 from dflash_runtime.errors import UsageError
 
 ANY_TARGET = "the served target"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions, GateOptions):
+class ProbeOptions(TemperatureOptions, VerdictOptions, PromptOptions, ResumableOptions, GateOptions):
     """Options of `dflash probe`: the connection, the requests and the results to compare with."""
 
     engine: Annotated[

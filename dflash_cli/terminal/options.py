@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from dflash_cli.documents.atomic_file import check_parent
 from dflash_cli.terminal.requests import (
     DRAFTING,
     ENGINE,
@@ -269,6 +270,11 @@ class GateFileOptions(Request):
         ),
     ] = None  # fmt: skip
 
+    def check(self) -> None:
+        super().check()
+        if self.gate_out is not None:
+            check_parent(self.gate_out)
+
     def require_gate(self, flag: str, *, is_given: bool) -> None:
         """Refuse --gate-out without a gate.
 
@@ -288,7 +294,7 @@ class GateOptions(GateFileOptions):
 
     min_acceptance: Annotated[
         float | None,
-        Option(group=ESSENTIALS, is_setting=False, help="Exit with 3 if the acceptance length is below X."),
+        Option(above=0, group=ESSENTIALS, is_setting=False, help="Exit with 3 if the acceptance length is below X."),
     ] = None
     gate: Annotated[
         Literal["point", "lower"],

@@ -88,7 +88,7 @@ def check_capability(
     if has_fp8_pages:
         _check_fp8_pages(backend, target, backends)
     if has_trees:
-        _check_trees(target, draft)
+        check_trees(target, draft)
     for need in _needs(target, draft):
         if not capability.can(need):
             able = [name for name, other in backends.items() if other.can(need)]
@@ -127,7 +127,7 @@ def _check_fp8_pages(backend: str, target: TargetConfig | None, backends: Mappin
         )  # fmt: skip
 
 
-def _check_trees(target: TargetConfig | None, draft: DraftConfig | None) -> None:
+def check_trees(target: TargetConfig | None, draft: DraftConfig | None) -> None:
     """Refuse trees for recurrent layers, for a target with its own cache, and for a draft with a Markov head.
 
     Raises:
