@@ -33,7 +33,14 @@ ONE_ROUND = "no intervals: one round was timed, and an interval needs two or mor
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest(
-    GateFileOptions, EngineOptions, DraftedOptions, SeedOptions, RivalOptions, PromptOptions, ReadingOptions, PairOptions
+    GateFileOptions,
+    EngineOptions,
+    DraftedOptions,
+    SeedOptions,
+    RivalOptions,
+    PromptOptions,
+    ReadingOptions,
+    PairOptions,
 ):
     """Measure how much faster a pair decodes with its draft than without.
 

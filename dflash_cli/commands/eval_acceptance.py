@@ -240,7 +240,8 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
     from dflash_cli.acceptance.answered_run import find_answered
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
-    from dflash_cli.checkpoints.opening import Overrides
+    from dflash_cli.checkpoints.opening import Overrides, open_draft
+    from dflash_cli.checkpoints.references import Role, fetch_directory
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.context_marks import context_marks
     from dflash_cli.generation.loaded_pair import open_pair
@@ -267,6 +268,8 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         lock_sha256=check_lock(request.lock, pair.directories),
     )
     answered = None if request.disaggregated else find_answered(pair, config, plan)
+    if request.given_prefill_draft is not None:
+        open_draft(fetch_directory(request.given_prefill_draft, Role.DRAFT))
     if answered is None:
         announce_loading(pair.references, device=config.device)
     if request.disaggregated:

@@ -179,6 +179,7 @@ def run(
     """Answer the prompts or hand them off, and pass every event to the sinks."""
     from dflash_cli.generation.prompt_sets import gather_prompts
 
+    request.check_folders(force=request.force)
     named = None if request.brings_prompts else gather_prompts(
         request.prompt, request.prompts, request.dataset, request.dataset_format, count=request.num_prompts
     )  # fmt: skip
@@ -270,7 +271,7 @@ def _open_handing(request: GenerationRequest, named: "PromptSet | None") -> "Han
     """The hand-offs of the run, which may be none. Imports torch."""
     from dflash_cli.handoff.handing import open_handing
 
-    return open_handing(request, named, force=request.force, check_lossless=request.check_lossless)
+    return open_handing(request, named, check_lossless=request.check_lossless)
 
 
 def _answer(

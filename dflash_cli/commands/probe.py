@@ -47,7 +47,6 @@ def probe(request: ProbeRequest) -> "Probed":
     for url in (request.url, request.beside):
         if url is not None:
             base_url(url)
-    console.status(f"asking {request.url} ...")
     with open_probe(request.url, request) as plan:
         return _probe(plan)
 

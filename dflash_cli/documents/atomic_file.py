@@ -13,13 +13,16 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.whole_files import written_whole
 
 
-def check_output(path: Path, *, force: bool, hint: str = "pass --force to replace it") -> None:
+def check_output(path: Path, *, force: bool, hint: str = "pass --force to replace it", is_folder: bool = False) -> None:
     """Refuse an output before anything is computed. All commands use this rule for files and folders.
 
     Raises:
-        UsageError: the parent is not a directory, or the output exists and `force` is false.
+        UsageError: the parent is not a directory, or no files can be made in it. Or the output exists and `force` is
+            false. Or the output is a directory instead of a file.
     """
     check_parent(path)
+    if path.is_dir() and not is_folder:
+        raise UsageError("is a directory, expected a file name", id="output-is-directory", path=path)
     if os.path.lexists(path) and not is_stream(path) and not force:
         raise UsageError("exists already", id="output-exists", path=path, hint=hint)
 

@@ -22,11 +22,11 @@ from dflash_cli.terminal.requests import (
     parameters_of,
 )
 from dflash_runtime.checkpoint.strict_json import loads
-from dflash_runtime.errors import UnsupportedError, UsageError
+from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
 
-REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
-DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
-TARGET_HELP = f"Target: {REFERENCE}: tiny."
+REFERENCE = "A directory, a hub repository org/repo[@revision], or a bundled name"
+DRAFT_HELP = f"{REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
+TARGET_HELP = f"{REFERENCE}: tiny."
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 OTHER_DEVICES = ("meta", "mps", "xpu", "hpu", "xla", "mtia")
 """Devices of torch on which nothing runs here."""
@@ -235,6 +235,8 @@ class DeviceOptions(Request):
             raise UnsupportedError(field="--device", found=self.device, expected="cpu or cuda")
         if not DEVICE.fullmatch(self.device):
             raise UsageError(field="--device", found=self.device, expected="auto, cpu, cuda or cuda:N")
+        if self.device_map is not None and self.device_map.endswith(".json") and not Path(self.device_map).exists():
+            raise CheckpointNotFound(field="--device-map", found=self.device_map, expected="a file that exists")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,6 +316,11 @@ class GateOptions(GateFileOptions):
     def check(self) -> None:
         super().check()
         self.require_gate("--min-acceptance", is_given=self.min_acceptance is not None)
+        if self.gate != "point" and self.min_acceptance is None:
+            raise UsageError(
+                f"--gate {self.gate} says how --min-acceptance is compared, which is missing",
+                id="option-needs-another", field="--gate", hint="add --min-acceptance X",
+            )  # fmt: skip
 
     def verdict_of(self, command: str) -> AbstractContextManager[None]:
         """The context in which a command checks its gate, so that --gate-out has the verdict."""

@@ -293,10 +293,13 @@ class Parameter:
         if self.choices:
             return " or ".join(filter(None, (", ".join(self.choices[:-1]), self.choices[-1])))
         noun = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}.get(self.kind, "text")
+        low, high, above = self.option.min, self.option.max, self.option.above
+        is_range = low is not None and high is not None
         limits = {
-            "from {} on": self.option.min,
-            "up to {}": self.option.max,
-            "above {}": self.option.above,
+            f"from {low} to {{}}": high if is_range else None,
+            "from {} on": None if is_range else low,
+            "above {}": above,
+            "up to {}": None if is_range else high,
             "below {}": self.option.below,
         }
         stated = [text.format(limit) for text, limit in limits.items() if limit is not None]
