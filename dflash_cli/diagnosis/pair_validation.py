@@ -59,10 +59,11 @@ def run_validation(request: DiagnosisOptions, plan: ValidationPlan) -> RunReport
     from dflash_cli.generation.threads import use_threads
 
     assert isinstance(plan.target, Path)
-    open_target(open_checkpoint(plan.target))
+    parts = [open_checkpoint(plan.target), open_checkpoint(plan.draft)]
+    open_target(parts[0])
     settings = run_settings(plan.target, request)
     announce_loading({"draft": plan.draft_reference, "target": plan.target_reference}, device=request.device)
-    use_threads(request.threads, request.device, [open_checkpoint(plan.target), open_checkpoint(plan.draft)])
+    use_threads(request.threads, request.device, parts)
     with ReadingProgress() as progress:
         return validate_running(plan, replace(settings, observe=progress))
 

@@ -16,7 +16,7 @@ from dflash_cli.generation.prompt_sets import default_prompts, read_prompts
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer, template_arguments
 from dflash_cli.probing.http_client import HttpClient
-from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerTokenizer, open_server
+from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerTokenizer, check_engine, open_server
 from dflash_cli.probing.served_faults import known_faults
 from dflash_cli.probing.server_run import ServerRequest
 from dflash_cli.probing.token_equality import NEAR_TIE_NATS
@@ -134,6 +134,8 @@ class ProbeOptions(TemperatureOptions, VerdictOptions, PromptOptions, ResumableO
 
     def check(self) -> None:
         super().check()
+        if self.engine != "auto":
+            check_engine(self.engine)
         if not self.concurrency or len(set(self.concurrency)) < len(self.concurrency):
             raise UsageError(field="--concurrency", found=list(self.concurrency), expected="each number once")
 

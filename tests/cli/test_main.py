@@ -104,7 +104,7 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
     ),
     3: (
         ["generate", "x", "--draft", "bad"], ["bench", "bad"], ["convert", "bad", "out", "--to", "vllm"],
-        ["diagnose", "bad", "--target", "tiny"], *([name, "wide", "-t", "tiny"] for name in ("bench", "tune")),
+        ["diagnose", "bad", "--target", "tiny"], ["bench", "wide", "-t", "tiny"],
     ),
     4: (
         *([name, "-p", "none.jsonl"] for name in PROMPTED), ["diagnose", "tiny", "-p", "none.jsonl"],
