@@ -196,6 +196,13 @@ COMMANDS = {
         ),
         docs="publishing",
     ),
+    "pull": Entry(
+        section=DEPLOY,
+        summary="Download a draft from the hub into a folder, and verify it.",
+        examples=("dflash pull org/draft", "dflash pull org/draft@v2 -o ./draft"),
+        docs="publishing",
+        also=("download", "fetch", "get"),
+    ),
     "push": Entry(
         section=DEPLOY,
         summary="Upload a checked draft to the hub, with its card and profile.",

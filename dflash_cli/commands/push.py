@@ -155,7 +155,7 @@ def _plan(request: PushRequest) -> "PushPlan":
     if is_hub_id(request.draft):
         raise UsageError(
             field="DRAFT", found=request.draft, expected="a directory on this machine",
-            hint=f"download it: {_download(request.draft)}",
+            hint=f"download it: dflash pull {shlex.quote(request.draft)}",
         )  # fmt: skip
     folder = fetch_directory(request.draft, Role.DRAFT)
     _check_draft(request)
@@ -170,13 +170,6 @@ def _plan(request: PushRequest) -> "PushPlan":
             is_pull_request=request.create_pr,
             prunes=request.prune,
         )
-
-
-def _download(reference: str) -> str:
-    """The command that downloads a draft from the hub into a folder of its name."""
-    repo, _, revision = reference.partition("@")
-    at = f" --revision {revision}" if revision else ""
-    return f"hf download {repo}{at} --local-dir {repo.rpartition('/')[2]}"
 
 
 def _check_draft(request: PushRequest) -> None:

@@ -114,8 +114,8 @@ def test_branches_and_pull_requests(push: Push, server: hub.LocalHub, folder: Pa
 def test_a_draft_of_the_hub_is_refused_with_the_command_that_downloads_it(server: hub.LocalHub, tmp_path: Path) -> None:
     env = hub.environment(server, tmp_path / "home")
     for draft, command in {
-        "acme/d": "hf download acme/d --local-dir d",
-        "acme/d@v2": "hf download acme/d --revision v2 --local-dir d",
+        "acme/d": "dflash pull acme/d",
+        "acme/d@v2": "dflash pull acme/d@v2",
     }.items():
         refused = hub.refusal("push", draft, REPO, env=env)
         assert refused["code"] == 2
