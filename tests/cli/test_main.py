@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -190,6 +191,32 @@ def test_words_are_completed(typed: str, expected: set[str], monkeypatch: pytest
     values = {"_DFLASH_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     monkeypatch.setattr(os, "environ", os.environ | values)
     assert set(support.run_main().out.split()) == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("dflash inspect tiny:d", {"tiny:dflash2", "tiny:dspark"}),
+        ("dflash validate tiny -e vllm@0.3", {f"vllm@0.3{digit}" for digit in "0123"}),
+        ("dflash explain C1", {f"C1{digit}" for digit in range(10)}),
+        ("dflash bench --dataset m", {"math500", "mbpp", "mt-bench"}),
+        ("dflash generate --draft-sa", {"--draft-sampling"}),
+        ("dflash pul", {"pull"}),
+    ],
+)
+def test_zsh_and_fish_are_given_words(
+    shell: str, typed: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The protocol of both shells: the line in a variable, words and their help as text. zsh reads escaped colons."""
+    values = {"_DFLASH_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": typed}
+    monkeypatch.setattr(os, "environ", os.environ | values | {"_TYPER_COMPLETE_FISH_ACTION": "get-args"})
+    offered = support.run_main().out
+    zsh = {word.replace("\\\\:", ":") for word in re.findall(r'(?:[(][(]|\n)"([^"]+)"', offered)}
+    assert (zsh if shell == "zsh" else {line.partition("\t")[0] for line in offered.splitlines()}) >= expected
+    assert len(offered.splitlines()) <= 2 * len(expected)
+    if typed == "dflash pul":
+        assert COMMANDS["pull"].summary[:30] in offered
 
 
 def test_words_come_from_what_is_registered() -> None:
