@@ -390,7 +390,7 @@ def _parse(text: str) -> ServingEngine:
     name, _, release = re.sub(r"\s*(==?|[:@\s])\s*", "@", text).partition("@")
     known = {engine.name: engine for engine in all_engines()}
     if name.lower() not in known:
-        close = closest(name, known, cutoff=0.7)
+        close = closest(name, known)
         guess = f"; did you mean {close}?" if close else ""
         raise _refused("unknown-engine", name, f"unknown engine {name!r}{guess} (known: {known_engines()})")
     engine = known[name.lower()]

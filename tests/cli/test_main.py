@@ -286,11 +286,13 @@ def test_help_is_there_at_once(arguments: list[str], limit: float) -> None:
 FLAGS = {
     "--batch-size": "--concurrency", "--limit": "--num-prompts", "--num-samples": "--num-prompts",
     "--max_new_tokens": "--max-new-tokens", "--max-tokens": "--max-new-tokens", "--model": "--target",
-    "--MODEL": "--target", "--out": "--output",
+    "--MODEL": "--target", "--out": "--output", "--tp": "--tensor-parallel", "--cuda": "--device",
+    "--format": "--json", "--speculative-model": "--draft", "--gpu-memory": "--gpu-memory-utilization",
 }  # fmt: skip
 WORDS = {
     "eval": "eval-acceptance", "evaluate": "eval-acceptance", "serve": "serve-command", "check": "validate",
     "run": "generate", "publish": "report", "version": "env", "Validate": "validate", "benchmark": "bench",
+    "gen": "generate", "compare-results": "compare", "download": "pull",
 }  # fmt: skip
 """Flags and commands as people type them -> the ones that they mean."""
 
@@ -318,6 +320,14 @@ def test_wrong_use_is_one_plain_line_and_exit_2(arguments: list[str], id: str, f
     assert first.startswith("error: ")
     assert guess in ("", *first.split())
     assert all(item.startswith("hint: ") for item in rest)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["models"], ["profile"], *(["generate", "x", flag] for flag in ("--stream", "--tokenizer"))]
+)
+def test_a_name_that_is_only_alike_by_chance_is_not_guessed(arguments: list[str]) -> None:
+    done = support.run_main(*arguments)
+    assert (done.code, "?" in done.err) == (2, False)
 
 
 def test_nothing_typed_shows_help_as_wrong_use() -> None:
