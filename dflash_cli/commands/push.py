@@ -150,10 +150,10 @@ def _how_to_use(request: PushRequest, found: "PushResult") -> str:
         return f"the pull request changes {found.repo} when it is merged"
     name = found.repo if found.revision == MAIN else f"{found.repo}@{found.revision}"
     target = [] if request.hub_target is None else ["--target", request.hub_target]
-    engines = ",".join(request.engine) or "vllm"
-    words = ["dflash", "serve-command", name, *target, "--engine", engines]
-    who = "those who may read it serve it" if found.is_private else "others serve it"
-    return f"{who} with the command that this prints: {shlex.join(words)}"
+    engines = ["--engine", ",".join(request.engine)] if request.engine else []
+    who = "readers with access" if found.is_private else "others"
+    command = ["dflash", "serve-command" if engines else "inspect", name, *target, *engines]
+    return f"{who} {'serve' if engines else 'look at'} it with: {shlex.join(command)}"
 
 
 def _is_confirmed(request: PushRequest) -> bool:

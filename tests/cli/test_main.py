@@ -209,8 +209,9 @@ def test_zsh_and_fish_are_given_words(
     shell: str, typed: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The protocol of both shells: the line in a variable, words and their help as text. zsh reads escaped colons."""
-    values = {"_DFLASH_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": typed}
-    monkeypatch.setattr(os, "environ", os.environ | values | {"_TYPER_COMPLETE_FISH_ACTION": "get-args"})
+    monkeypatch.setenv("_DFLASH_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", typed)
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
     offered = support.run_main().out
     zsh = {word.replace("\\\\:", ":") for word in re.findall(r'(?:[(][(]|\n)"([^"]+)"', offered)}
     assert (zsh if shell == "zsh" else {line.partition("\t")[0] for line in offered.splitlines()}) >= expected
