@@ -69,10 +69,6 @@ class BenchRequest(
     def check(self) -> None:
         super().check()
         self.require_gate("--min-speedup", is_given=self.min_speedup is not None)
-        if self.num_speculative_tokens == 0:
-            raise UsageError(
-                field="--num-speculative-tokens", found=0, expected="1 or more: 0 leaves nothing to compare"
-            )
         if self.min_speedup is not None and self.rounds < 2:
             raise UsageError(
                 field="--rounds", found=self.rounds, expected="2 or more: one timing does not decide --min-speedup"

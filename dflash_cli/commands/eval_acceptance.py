@@ -109,10 +109,6 @@ class EvaluationRequest(
 
     def check(self) -> None:
         super().check()
-        if self.num_speculative_tokens == 0:
-            raise UsageError(
-                field="--num-speculative-tokens", found=0, expected="1 or more: without a draft nothing is accepted"
-            )
         if self.verify_width == 1:
             raise UsageError(field="--verify-width", found=1, expected="2 or more: 1 verifies no drafted token")
         if self.mode == "live" and len(self.trees) > 1:

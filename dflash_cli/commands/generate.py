@@ -91,6 +91,14 @@ class GenerationRequest(
             help="Write the answers to FILE as JSON Lines; - writes them to stdout.",
         ),
     ] = None  # fmt: skip
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            short="-k", metavar="K", min=0, group=ESSENTIALS,
+            help="Draft K tokens per step; 0 runs the target alone. Default: the draft's block size minus one, which "
+            "is also the most.",
+        ),
+    ] = None  # fmt: skip
     verify_width: Annotated[
         Width | None,
         Option(

@@ -30,6 +30,9 @@ class PushRequest(RuleOptions, TargetOptions, DraftOptions):
     Needs HF_TOKEN or hf auth login. Files that the hub already has are not sent again.
     """
 
+    draft: Annotated[
+        str, Argument(flag="--draft", short="-d", metavar="DRAFT", help="Folder of the draft on this machine.")
+    ]
     repo: Annotated[str, Argument(metavar="ORG/REPO", is_setting=False, help="Repository on the hub.")]
     result: Annotated[
         Path | None,

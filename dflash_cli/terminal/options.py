@@ -27,6 +27,7 @@ from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageErr
 REFERENCE = "A directory, a hub repository org/repo[@revision], or a bundled name"
 DRAFT_HELP = f"{REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
 TARGET_HELP = f"{REFERENCE}: tiny."
+PROMPTS_HELP = "Prompts as JSON Lines; each row has prompt, messages, turns or prompt_token_ids. - reads stdin."
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 OTHER_DEVICES = ("meta", "mps", "xpu", "hpu", "xla", "mtia")
 """Devices of torch on which nothing runs here."""
@@ -128,8 +129,7 @@ class PromptOptions(Request):
         str | Path | Sequence[str | Sequence[int]] | None,
         Option(
             short="-p", metavar="FILE", group=ESSENTIALS, parse=str, is_setting=False,
-            help="Prompts as JSON Lines; each row has prompt, messages, turns or prompt_token_ids. - reads stdin. "
-            "Default: the bundled prompts.",
+            help=f"{PROMPTS_HELP} Default: the bundled prompts.",
         ),
     ] = None  # fmt: skip
     dataset: Annotated[

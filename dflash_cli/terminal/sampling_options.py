@@ -116,9 +116,8 @@ class DraftedOptions(Request):
     num_speculative_tokens: Annotated[
         int | None,
         Option(
-            short="-k", metavar="K", min=0, group=ESSENTIALS,
-            help="Draft K tokens per step; 0 runs the target alone. Default: the draft's block size minus one, which "
-            "is also the most.",
+            short="-k", metavar="K", min=1, group=ESSENTIALS,
+            help="Draft K tokens per step. Default: the draft's block size minus one, which is also the most.",
         ),
     ] = None  # fmt: skip
     draft_sampling: Annotated[
