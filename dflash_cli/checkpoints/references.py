@@ -89,7 +89,8 @@ def fetch_directory(reference: str, role: Role) -> Path:
     if not HUB_ID.match(reference):
         is_bundled_name = reference.startswith(f"{TINY}:")
         expected = ", ".join(BUNDLED_DRAFTS) if is_bundled_name else "a directory, org/repo, org/repo@revision, or tiny"
-        close = closest(reference, [*BUNDLED_DRAFTS, *_siblings(path)])
+        known = [name for name in BUNDLED_DRAFTS if name != TINY] if is_bundled_name else [TINY, *_siblings(path)]
+        close = closest(reference, known)
         raise CheckpointNotFound(
             "no such directory, and not a hub repository",
             id="not-a-reference",

@@ -252,6 +252,6 @@ def test_a_mistyped_reference_is_guessed(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "runs" / "draft").mkdir(parents=True)
     for find in (fetch_directory, find_checkpoint):
-        with refuses(CheckpointNotFound) as caught:
+        with pytest.raises(CheckpointNotFound) as caught:
             find(typed, Role.DRAFT)
         assert meant in (caught.value.hint or "")
