@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dflash_cli.checkpoints.hub import download_snapshot
 from dflash_cli.publishing import pull_plan
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
@@ -90,10 +91,8 @@ def test_changed_files_are_replaced_only_by_force(pull: Pull, server: hub.LocalH
 
 
 def test_a_damaged_file_is_named(pull: Pull, monkeypatch: pytest.MonkeyPatch) -> None:
-    download = pull_plan.download_snapshot
-
     def damage(*given: Any, folder: Path) -> Path:
-        found = download(*given, folder=folder)
+        found = download_snapshot(*given, folder=folder)
         weights = bytearray((folder / "model.safetensors").read_bytes())
         weights[-1] ^= 1
         (folder / "model.safetensors").write_bytes(weights)
