@@ -80,7 +80,7 @@ def run_settings(target: Path, request: "DiagnosisOptions") -> RunSettings:
     """The settings of a run with the target in a directory. Without given prompts, prompts are made from random ids.
 
     Raises:
-        CheckpointNotFound, UsageError: a file cannot be read, or has no prompts or no figure.
+        CheckpointNotFound, UsageError: a file cannot be read, or lacks prompts or a figure.
     """
     return RunSettings(
         EngineConfig(
