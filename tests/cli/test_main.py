@@ -202,7 +202,7 @@ def test_words_are_completed(typed: str, expected: set[str], monkeypatch: pytest
         ("dflash explain C1", {f"C1{digit}" for digit in range(10)}),
         ("dflash bench --dataset m", {"math500", "mbpp", "mt-bench"}),
         ("dflash generate --draft-sa", {"--draft-sampling"}),
-        ("dflash pul", {"pull"}),
+        ("dflash prob", {"probe"}),
     ],
 )
 def test_zsh_and_fish_are_given_words(
@@ -216,8 +216,8 @@ def test_zsh_and_fish_are_given_words(
     zsh = {word.replace("\\\\:", ":") for word in re.findall(r'(?:[(][(]|\n)"([^"]+)"', offered)}
     assert (zsh if shell == "zsh" else {line.partition("\t")[0] for line in offered.splitlines()}) >= expected
     assert len(offered.splitlines()) <= 2 * len(expected)
-    if typed == "dflash pul":
-        assert COMMANDS["pull"].summary[:30] in offered
+    if typed == "dflash prob":
+        assert COMMANDS["probe"].summary[:15] in offered
 
 
 def test_words_come_from_what_is_registered() -> None:

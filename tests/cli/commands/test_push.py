@@ -200,15 +200,15 @@ def test_files_that_are_not_published(
 def test_the_target_on_the_hub_names_the_target_and_the_next_command_is_printed(
     push: Push, server: hub.LocalHub, folder: Path
 ) -> None:
-    server.add("org/target", tiny_directory() / "target")
+    server.add("acme/model", tiny_directory() / "target")
     evaluation, result = drawn_evaluation(), folder.parent / "result.json"
     own = identify(Checkpoint(folder), "")
     write_evaluation(result, replace(evaluation, measured=replace(evaluation.measured, draft=own)))
-    done = push("--yes", "--force", "--result", result, "--target", "org/target@main", "--engine", "vllm")
+    done = push("--yes", "--force", "--result", result, "--target", "acme/model@main", "--engine", "vllm")
     assert (done.code, done.notices[-1]) == (0, "next-command"), done.err
-    assert done.err.endswith("dflash serve-command acme/new --target org/target --engine vllm\n")
-    assert json.loads(server.repos[REPO]["speculation_profile.json"])["target_model"]["name"] == "org/target"
-    assert b"base_model: org/target" in server.repos[REPO]["README.md"]
+    assert done.err.endswith("dflash serve-command acme/new --target acme/model --engine vllm\n")
+    assert json.loads(server.repos[REPO]["speculation_profile.json"])["target_model"]["name"] == "acme/model"
+    assert b"base_model: acme/model" in server.repos[REPO]["README.md"]
 
 
 def test_links_out_of_the_folder_are_refused(push: Push, folder: Path) -> None:
