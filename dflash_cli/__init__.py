@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from dflash_cli.commands.lock import lock as lock
     from dflash_cli.commands.probe import ProbeRequest as ProbeRequest
     from dflash_cli.commands.probe import probe as probe
+    from dflash_cli.commands.pull import PullRequest as PullRequest
+    from dflash_cli.commands.pull import pull as pull
     from dflash_cli.commands.push import PushRequest as PushRequest
     from dflash_cli.commands.push import push as push
     from dflash_cli.commands.report import ReportRequest as ReportRequest
@@ -71,6 +73,7 @@ _VERBS = {
     "inspect": ("inspect", "InspectionRequest"),
     "lock": ("lock", "LockRequest"),
     "probe": ("probe", "ProbeRequest"),
+    "pull": ("pull", "PullRequest"),
     "push": ("push", "PushRequest"),
     "report": ("report", "ReportRequest"),
     "serve_command": ("serve_command", "ServeCommandRequest"),

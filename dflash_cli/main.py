@@ -196,6 +196,13 @@ COMMANDS = {
         ),
         docs="publishing",
     ),
+    "pull": Entry(
+        section=DEPLOY,
+        summary="Download a draft from the hub into a folder, and verify it.",
+        examples=("dflash pull org/draft", "dflash pull org/draft@v2 -o ./draft"),
+        docs="publishing",
+        also=("download", "fetch", "get"),
+    ),
     "push": Entry(
         section=DEPLOY,
         summary="Upload a checked draft to the hub, with its card and profile.",
@@ -347,10 +354,11 @@ def _usage_error(error: Any) -> UsageError:
     hint = f"{error.ctx.command_path} --help lists the options" if error.ctx is not None else None
     if hasattr(error, "possibilities"):
         name = error.option_name
-        known = {flag: flag for flag in error.possibilities or ()}
+        known: dict[str, str] = {}
         for item in getattr(getattr(error.ctx, "command", None), "parameters", ()):
-            known |= {word: item.flag for word in item.words}
-        close = closest(name, known)
+            known = {word.lstrip("-"): item.flag for word in item.words} | known
+        known |= {flag.lstrip("-"): flag for flag in error.possibilities or ()}
+        close = closest(name.lstrip("-").replace("_", "-"), known)
         guess = f"; did you mean {known[close]}?" if close else ""
         return UsageError(f"unknown option {name}{guess}", id="unknown-option", field=name, hint=hint)
     if hasattr(error, "option_name"):

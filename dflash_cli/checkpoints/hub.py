@@ -145,9 +145,17 @@ def _library_errors(kind: str) -> tuple[type[Exception], ...]:
 
 
 def download_snapshot(
-    repo: str, revision: str | None, patterns: list[str], *, repo_type: str = "model", is_local: bool = False
+    repo: str,
+    revision: str | None,
+    patterns: list[str],
+    *,
+    repo_type: str = "model",
+    is_local: bool = False,
+    folder: Path | None = None,
 ) -> Path:
     """The snapshot with the files of a repository that match the patterns. With `is_local` only the cache is read.
+
+    With `folder`, the files go there instead of the cache.
 
     Raises:
         OSError, ValueError: errors of huggingface_hub, which `explained` turns into our errors.
@@ -155,25 +163,26 @@ def download_snapshot(
     from huggingface_hub import snapshot_download
 
     if not is_local:
-        _announce(repo, revision, patterns, repo_type)
+        _announce(repo, revision, patterns, repo_type, folder)
     with bars(is_shown=sys.stderr.isatty() and not console.is_quiet()):
         try:
             snapshot = snapshot_download(
-                repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, local_files_only=is_local
-            )
+                repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, local_files_only=is_local,
+                local_dir=folder,
+            )  # fmt: skip
         except TypeError as error:  # the library takes any JSON for a description of the repository
             raise NotFromAHub(str(error)) from error
         return Path(snapshot)
 
 
-def _announce(repo: str, revision: str | None, patterns: list[str], repo_type: str) -> None:
+def _announce(repo: str, revision: str | None, patterns: list[str], repo_type: str, folder: Path | None) -> None:
     """Print the size of a download, if there is anything to download. Errors are left to the download itself."""
     from huggingface_hub import snapshot_download
 
     try:
         with bars(is_shown=False):
             files = snapshot_download(
-                repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, dry_run=True
+                repo, repo_type=repo_type, revision=revision, allow_patterns=patterns, dry_run=True, local_dir=folder
             )
     except (OSError, ValueError, TypeError):
         return

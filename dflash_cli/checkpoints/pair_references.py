@@ -70,7 +70,7 @@ def complete_pair(
             "a target is given without a draft",
             id="target-without-draft",
             field="--draft",
-            hint="add --draft DRAFT, or -k 0 to run the target alone",
+            hint="add --draft DRAFT; dflash generate -k 0 runs the target alone",
         )
     if draft is None and needs_draft:
         draft = TINY

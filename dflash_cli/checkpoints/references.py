@@ -9,6 +9,8 @@ tiny:dspark     the bundled DSpark draft
 import logging
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +22,7 @@ from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.gguf import find_gguf
 from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
 from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_runtime.phrases import closest
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.remote_headers import RemoteRepo
@@ -75,7 +78,7 @@ def fetch_directory(reference: str, role: Role) -> Path:
         UsageError: the reference names a bundled draft, but the role is a target.
     """
     path = _local(reference)
-    if reference and path.exists():
+    if reference and _is_here(reference):
         check_is_checkpoint(path)
         logger.info("%s %s: a directory", role, path)
         return path
@@ -84,14 +87,19 @@ def fetch_directory(reference: str, role: Role) -> Path:
         logger.info("%s %s: bundled, in %s", role, reference, bundled)
         return bundled
     if not HUB_ID.match(reference):
+        is_bundled_name = reference.startswith(f"{TINY}:")
+        expected = ", ".join(BUNDLED_DRAFTS) if is_bundled_name else "a directory, org/repo, org/repo@revision, or tiny"
+        known = [name for name in BUNDLED_DRAFTS if name != TINY] if is_bundled_name else [TINY, *_siblings(path)]
+        close = closest(reference, known)
         raise CheckpointNotFound(
             "no such directory, and not a hub repository",
             id="not-a-reference",
-            path=reference,
-            expected="a directory, org/repo, org/repo@revision, or tiny",
-            hint="pass a directory, org/repo, org/repo@revision, or tiny",
+            path=reference or "''",
+            expected=expected,
+            hint=f"did you mean {close}?" if close else f"pass {'one of ' if is_bundled_name else ''}{expected}",
         )
-    return _download(reference)
+    with _guessing(reference):
+        return _download(reference)
 
 
 def check_is_checkpoint(path: Path) -> None:
@@ -129,6 +137,12 @@ def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) 
     """
     if needs_weights or not is_hub_id(reference):
         return fetch_directory(reference, role)
+    with _guessing(reference):
+        return _find_remote(reference, role)
+
+
+def _find_remote(reference: str, role: Role) -> "Location":
+    """The listed repository, or its copy in the local cache if the hub cannot be reached."""
     from dflash_cli.checkpoints.remote_headers import list_repo
 
     try:
@@ -164,8 +178,8 @@ def list_files(location: "Location") -> frozenset[str]:
 
 
 def is_bundled(reference: str) -> bool:
-    """Whether a reference names the bundled pair. A directory of the same name hides the bundled pair."""
-    return reference in BUNDLED_DRAFTS and not Path(reference).exists()
+    """Whether a reference names the bundled pair. A checkpoint of the same name hides the bundled pair."""
+    return reference in BUNDLED_DRAFTS and not _is_here(reference)
 
 
 def is_hub_id(reference: str) -> bool:
@@ -181,6 +195,34 @@ def tiny_directory() -> Path:
 def _local(reference: str) -> Path:
     """A reference as a path. An unknown `~user` is not expanded."""
     return Path(os.path.expanduser(reference))  # noqa: PTH111  (Path.expanduser raises on an unknown user)
+
+
+def _is_here(reference: str) -> bool:
+    """Whether a reference is a path that exists. With the name of a bundled pair, the path must be a checkpoint."""
+    path = _local(reference)
+    if reference not in BUNDLED_DRAFTS:
+        return path.exists()
+    return os.path.lexists(path / "config.json") or find_gguf(path) is not None
+
+
+@contextmanager
+def _guessing(reference: str) -> Iterator[None]:
+    """Ask whether a directory was meant, if the hub does not give a repository that is named like a directory here."""
+    try:
+        yield
+    except CheckpointNotFound as error:
+        close = closest(reference, _siblings(_local(reference)))
+        if close is not None:
+            error.hint = f"did you mean the directory {close}?"
+        raise
+
+
+def _siblings(path: Path) -> list[str]:
+    """The directories beside a path that does not exist, as the user would type them."""
+    try:
+        return [str(path.parent / item.name) for item in path.absolute().parent.iterdir() if item.is_dir()]
+    except OSError:
+        return []
 
 
 def _bundled(reference: str, role: Role) -> Path | None:

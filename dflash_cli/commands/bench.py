@@ -7,7 +7,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.engine_options import EngineOptions
 from dflash_cli.terminal.options import GateFileOptions, PairOptions, PromptOptions, ReadingOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
-from dflash_cli.terminal.sampling_options import BlockOptions, RivalOptions
+from dflash_cli.terminal.sampling_options import DraftedOptions, RivalOptions, SeedOptions
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.config import MAX_TREE_NODES
 from dflash_runtime.errors import UsageError
@@ -35,7 +35,14 @@ ONE_ROUND = "no intervals: one round was timed, and an interval needs two or mor
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRequest(
-    GateFileOptions, EngineOptions, BlockOptions, RivalOptions, PromptOptions, ReadingOptions, PairOptions
+    GateFileOptions,
+    EngineOptions,
+    DraftedOptions,
+    SeedOptions,
+    RivalOptions,
+    PromptOptions,
+    ReadingOptions,
+    PairOptions,
 ):
     """Measure how much faster a pair decodes with its draft than without.
 
@@ -63,7 +70,7 @@ class BenchRequest(
     min_speedup: Annotated[
         float | None,
         Option(
-            group=MEASURING, is_setting=False,
+            above=0, group=MEASURING, is_setting=False,
             help="Exit with 3 if drafting is not X times as fast as plain decoding at every --concurrency.",
         ),
     ] = None  # fmt: skip
@@ -71,10 +78,6 @@ class BenchRequest(
     def check(self) -> None:
         super().check()
         self.require_gate("--min-speedup", is_given=self.min_speedup is not None)
-        if self.num_speculative_tokens == 0:
-            raise UsageError(
-                field="--num-speculative-tokens", found=0, expected="1 or more: 0 leaves nothing to compare"
-            )
         if self.min_speedup is not None and self.rounds < 2:
             raise UsageError(
                 field="--rounds", found=self.rounds, expected="2 or more: one timing does not decide --min-speedup"
@@ -125,13 +128,12 @@ def bench(request: BenchRequest) -> Bench:
     config = request.engine_config(
         num_draft_tokens=request.num_speculative_tokens, draft_sampling=request.draft_sampling
     )
-    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.prompt_sets import read_prompts
 
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
-    announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.checkpoints.opening import Overrides
+    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.loaded_pair import load_session, open_pair
 
     opened = open_pair(
@@ -141,10 +143,11 @@ def bench(request: BenchRequest) -> Bench:
         overrides=Overrides(request.causality, request.layout),
         template_options=request.template_options,
     )
+    choice = choose_prompts(request, opened, given)
+    announce_loading(opened.references, device=config.device)
     from dflash_cli.tuning.speed import smallest, speed_request
 
     session = load_session(opened, smallest(config), threads=request.threads)
-    choice = choose_prompts(request, session, given)
     plan = speed_request(
         session, choice.rows, request.concurrency, max_new_tokens=request.max_new_tokens, num_rounds=request.rounds,
         chat=choice.chat, rivals=request.rivals, trees=request.tree,

@@ -93,12 +93,12 @@ def dump(request: DumpRequest) -> "DumpSummary":
     check_folder(request.output, resume=request.resume, force=request.force)
     layers = _choose_taps(request)
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
-    announce_loading(None, request.target, plain=True, device=config.device)
     opened = open_pair(None, request.target, config, params=params, template_options=request.template_options)
     _check_taps(opened, layers)
-    session = load_session(opened, config, threads=request.threads)
     conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
-    choice = choose_prompts(request, session, given, conditions=conditions)
+    choice = choose_prompts(request, opened, given, conditions=conditions)
+    announce_loading(opened.references, device=config.device)
+    session = load_session(opened, config, threads=request.threads)
     plan = DumpPlan(
         rows=choice.rows,
         params=params,

@@ -109,10 +109,6 @@ class EvaluationRequest(
 
     def check(self) -> None:
         super().check()
-        if self.num_speculative_tokens == 0:
-            raise UsageError(
-                field="--num-speculative-tokens", found=0, expected="1 or more: without a draft nothing is accepted"
-            )
         if self.verify_width == 1:
             raise UsageError(field="--verify-width", found=1, expected="2 or more: 1 verifies no drafted token")
         if self.mode == "live" and len(self.trees) > 1:
@@ -228,7 +224,6 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         max_num_requests=request.concurrency,
         tensor_parallel_size=request.tensor_parallel,
     )
-    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.conditions import with_and_without
     from dflash_cli.generation.prompt_sets import read_prompts
 
@@ -238,10 +233,12 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
 
         check_workers(request.workers, config)
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
-    announce_loading(request.draft, request.target, plain=config.is_lookup, device=config.device)
+    from dflash_cli.acceptance.answered_run import find_answered
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
-    from dflash_cli.checkpoints.opening import Overrides
+    from dflash_cli.checkpoints.opening import Overrides, open_draft
+    from dflash_cli.checkpoints.references import Role, fetch_directory
+    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.context_marks import context_marks
     from dflash_cli.generation.loaded_pair import open_pair
 
@@ -266,6 +263,11 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         force=request.force,
         lock_sha256=check_lock(request.lock, pair.directories),
     )
+    answered = None if request.disaggregated else find_answered(pair, config, plan)
+    if request.given_prefill_draft is not None:
+        open_draft(fetch_directory(request.given_prefill_draft, Role.DRAFT))
+    if answered is None:
+        announce_loading(pair.references, device=config.device)
     if request.disaggregated:
         from dflash_cli.handoff.disaggregation import compare_with_one_engine
         from dflash_cli.handoff.handed_session import open_handed
@@ -275,10 +277,8 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
             evaluation = compare_with_one_engine(evaluation, handed, plan, tally)
             max_model_len = handed.max_model_len
     else:
-        from dflash_cli.acceptance.answered_run import find_answered
         from dflash_cli.workers.open_crew import open_answering
 
-        answered = find_answered(pair, config, plan)
         opened = open_answering(pair, config, request.workers, threads=request.threads)
         with opened if answered is None else nullcontext(answered) as answering:
             evaluation, tally = _measure(answering, plan)

@@ -36,10 +36,19 @@ class ExportRequest(ResultOptions):
             help="Write to FILE; golden-al adds to an existing file. Default: stdout.",
         ),
     ] = None  # fmt: skip
+    draft_name: Annotated[
+        str | None,
+        Option(
+            metavar="NAME", group=ESSENTIALS, help="Name of the draft in speculation-profile. Default: as measured."
+        ),
+    ] = None
     target_name: Annotated[
         str | None,
-        Option(metavar="NAME", group=ESSENTIALS, help="Name of the target in golden-al. Default: as measured."),
-    ] = None
+        Option(
+            metavar="NAME", group=ESSENTIALS,
+            help="Name of the target in speculation-profile and golden-al. Default: as measured.",
+        ),
+    ] = None  # fmt: skip
     thinking: Annotated[
         Literal["on", "off"] | None,
         Option(group=ESSENTIALS, help="For golden-al: whether the target was thinking. Default: as measured."),
@@ -63,6 +72,7 @@ def export(request: ExportRequest) -> "Exported":
     exported = chosen.export(
         ExportPlan(
             stored=read_evaluations([request.result])[0],
+            draft=request.draft_name,
             model=request.target_name,
             thinking=request.thinking,
             output=output,

@@ -91,6 +91,14 @@ class GenerationRequest(
             help="Write the answers to FILE as JSON Lines; - writes them to stdout.",
         ),
     ] = None  # fmt: skip
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            short="-k", metavar="K", min=0, group=ESSENTIALS,
+            help="Draft K tokens per step; 0 runs the target alone. Default: the draft's block size minus one, which "
+            "is also the most.",
+        ),
+    ] = None  # fmt: skip
     verify_width: Annotated[
         Width | None,
         Option(
@@ -177,15 +185,15 @@ def run(
     request: GenerationRequest, open_sinks: "Callable[[PairSession, Sequence[PromptRow], ExitStack], Iterator[Sink]]"
 ) -> Generation:
     """Answer the prompts or hand them off, and pass every event to the sinks."""
-    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.prompt_sets import gather_prompts
 
+    request.check_folders(force=request.force)
     named = None if request.brings_prompts else gather_prompts(
         request.prompt, request.prompts, request.dataset, request.dataset_format, count=request.num_prompts
     )  # fmt: skip
-    announce_loading(request.draft, request.target, plain=request.num_speculative_tokens == 0, device=request.device)
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.checkpoints.opening import Overrides
+    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.conditions import make_conditions
     from dflash_cli.generation.loaded_pair import load_session, open_pair
 
@@ -203,6 +211,10 @@ def run(
         request.draft, request.target, config, params=params, overrides=Overrides(request.causality, request.layout),
         template_options=request.template_options,
     )  # fmt: skip
+    conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
+    given = handing.prompts if handing is not None and named is None else named
+    choice = choose_prompts(request, opened, given, conditions=conditions)
+    announce_loading(opened.references, plain=config.num_draft_tokens == 0, device=config.device)
     from dflash_runtime.device.settings import can_adapt
 
     handing = handing or _open_handing(request, named)
@@ -210,8 +222,6 @@ def run(
     is_adaptive = request.verify_width == "auto" or may_adapt
     config = replace(config, adaptive_width=is_adaptive, row_budget=request.verify_width == "budget")
     session = load_session(opened, config, threads=request.threads)
-    conditions = make_conditions(request.thinking, (), with_plain=False, template_options=request.template_options)
-    choice = choose_prompts(request, session, named or handing.prompts, conditions=conditions)
     params = handing.params or params.with_stops(session.stop_token_ids)
     handing.check_pair(session.llm)
     session.warm_up(params, len(choice.rows))
@@ -269,7 +279,7 @@ def _open_handing(request: GenerationRequest, named: "PromptSet | None") -> "Han
     """The hand-offs of the run, which may be none. Imports torch."""
     from dflash_cli.handoff.handing import open_handing
 
-    return open_handing(request, named, force=request.force, check_lossless=request.check_lossless)
+    return open_handing(request, named, check_lossless=request.check_lossless)
 
 
 def _answer(

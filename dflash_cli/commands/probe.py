@@ -23,11 +23,11 @@ FAULT = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest(ProbeOptions):
-    """Ask a running server: does it use its draft, what is its acceptance length, and why is a low length low?
+    """Ask a running server: does it use its draft, what is its acceptance length, and why is it low?
 
     The server answers the prompts at several numbers of concurrent requests. Answers at temperature 0 are compared.
 
-    --result or --beside gives a second result; the cause of a lower length is then named. Without --prompts or
+    With a second result, from --result or --beside, the cause of a lower length is named. Without --prompts or
     --dataset, the bundled prompts are used: 64 chats (mix-64), or with --target tiny 64 pieces of Python.
     """
 
@@ -47,7 +47,6 @@ def probe(request: ProbeRequest) -> "Probed":
     for url in (request.url, request.beside):
         if url is not None:
             base_url(url)
-    console.status(f"asking {request.url} ...")
     with open_probe(request.url, request) as plan:
         return _probe(plan)
 

@@ -11,6 +11,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, RuleOptions, TargetOptions
 from dflash_cli.terminal.requests import ESSENTIALS, OUTPUT, Argument, Option, verb
 from dflash_runtime.errors import GateFailed, UsageError
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from dflash_cli.publishing.draft_folder import LocalFile
     from dflash_cli.publishing.push_plan import PushPlan, PushResult
 
+MAIN = "main"
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -28,6 +30,9 @@ class PushRequest(RuleOptions, TargetOptions, DraftOptions):
     Needs HF_TOKEN or hf auth login. Files that the hub already has are not sent again.
     """
 
+    draft: Annotated[
+        str, Argument(flag="--draft", short="-d", metavar="DRAFT", help="Folder of the draft on this machine.")
+    ]
     repo: Annotated[str, Argument(metavar="ORG/REPO", is_setting=False, help="Repository on the hub.")]
     result: Annotated[
         Path | None,
@@ -38,8 +43,12 @@ class PushRequest(RuleOptions, TargetOptions, DraftOptions):
     ] = None  # fmt: skip
     target_name: Annotated[
         str | None,
-        Option(metavar="ORG/REPO", group=ESSENTIALS, help="The target's name in the card. Default: as measured."),
-    ] = None
+        Option(
+            metavar="ORG/REPO", group=ESSENTIALS,
+            help="The target's name in the card and the profile. Default: --target if it is on the hub, otherwise as "
+            "measured.",
+        ),
+    ] = None  # fmt: skip
     engine: Annotated[
         tuple[str, ...],
         Option(
@@ -53,7 +62,7 @@ class PushRequest(RuleOptions, TargetOptions, DraftOptions):
     ] = "weights"
     revision: Annotated[
         str, Option(metavar="BRANCH", group=ESSENTIALS, help="Branch to upload to. A missing branch is created.")
-    ] = "main"
+    ] = MAIN
     create_pr: Annotated[
         bool, Option(is_per_run=True, group=ESSENTIALS, help="Open a pull request instead of changing the branch.")
     ] = False
@@ -86,6 +95,14 @@ class PushRequest(RuleOptions, TargetOptions, DraftOptions):
             help="Upload although the draft fails its check, or the result is another draft's.",
         ),
     ] = False  # fmt: skip
+
+    @property
+    def hub_target(self) -> str | None:
+        """The target's name on the hub, if the user gave it."""
+        from dflash_cli.checkpoints.references import is_hub_id
+
+        is_on_hub = self.target is not None and is_hub_id(self.target)
+        return self.target_name or (str(self.target).partition("@")[0] if is_on_hub else None)
 
     def check(self) -> None:
         super().check()
@@ -125,8 +142,21 @@ def command(request: PushRequest) -> None:
         found = plan.run(request.message, is_pull_request=request.create_pr)
         if not console.is_json():
             console.result(found.url)
+        console.note(Notice(_how_to_use(request, found), id="next-command"))
     if console.is_json():
         console.result_json(found)
+
+
+def _how_to_use(request: PushRequest, found: "PushResult") -> str:
+    """How others use the uploaded draft."""
+    if found.pull_request is not None:
+        return f"the pull request changes {found.repo} when it is merged"
+    name = found.repo if found.revision == MAIN else f"{found.repo}@{found.revision}"
+    target = [] if request.hub_target is None else ["--target", request.hub_target]
+    engines = ["--engine", ",".join(request.engine)] if request.engine else []
+    who = "readers with access" if found.is_private else "others"
+    command = ["dflash", "serve-command" if engines else "inspect", name, *target, *engines]
+    return f"{who} {'serve' if engines else 'look at'} it with: {shlex.join(command)}"
 
 
 def _is_confirmed(request: PushRequest) -> bool:
@@ -148,6 +178,7 @@ def _is_confirmed(request: PushRequest) -> bool:
 def _plan(request: PushRequest) -> "PushPlan":
     """Check the draft and its files, then compare them with the hub."""
     from dflash_cli.checkpoints.references import Role, fetch_directory, is_hub_id
+    from dflash_cli.comparing.stored_evaluation import read_evaluations
     from dflash_cli.publishing.draft_folder import choose_files
     from dflash_cli.publishing.hub_upload import read_state, require_access
     from dflash_cli.publishing.push_plan import plan_push
@@ -155,13 +186,15 @@ def _plan(request: PushRequest) -> "PushPlan":
     if is_hub_id(request.draft):
         raise UsageError(
             field="DRAFT", found=request.draft, expected="a directory on this machine",
-            hint=f"download it: {_download(request.draft)}",
+            hint=f"download it: dflash pull {shlex.quote(request.draft)}",
         )  # fmt: skip
     folder = fetch_directory(request.draft, Role.DRAFT)
+    require_access()
+    if request.result is not None:
+        read_evaluations([request.result])
     _check_draft(request)
     files = {item.name: item for item in choose_files(folder, include=request.include, exclude=request.exclude)}
     files |= {item.name: item for item in _made_files(request, folder)}
-    require_access()
     with console.working("comparing with the hub"):
         return plan_push(
             read_state(request.repo, request.revision),
@@ -170,13 +203,6 @@ def _plan(request: PushRequest) -> "PushPlan":
             is_pull_request=request.create_pr,
             prunes=request.prune,
         )
-
-
-def _download(reference: str) -> str:
-    """The command that downloads a draft from the hub into a folder of its name."""
-    repo, _, revision = reference.partition("@")
-    at = f" --revision {revision}" if revision else ""
-    return f"hf download {repo}{at} --local-dir {repo.rpartition('/')[2]}"
 
 
 def _check_draft(request: PushRequest) -> None:
@@ -228,11 +254,13 @@ def _made_files(request: PushRequest, folder: Path) -> "list[LocalFile]":
     _check_result(request, stored, folder)
     names = tuple(name.partition("@")[0] for name in request.engine) or CardRequest(result=request.result).engine
     made = card(
-        CardRequest(result=request.result, draft_name=request.repo, target_name=request.target_name, engine=names)
+        CardRequest(result=request.result, draft_name=request.repo, target_name=request.hub_target, engine=names)
     ).made
     existing = folder / CARD
     text = insert_card(read_text(existing) if existing.exists() else "", made, existing).text
-    profile = find_export("speculation-profile").export(ExportPlan(stored=stored))
+    profile = find_export("speculation-profile").export(
+        ExportPlan(stored=stored, draft=request.repo, model=request.hub_target)
+    )
     for warning in profile.warnings:
         console.warn(warning)
     return [LocalFile(CARD, text.encode()), LocalFile(PROFILE, profile.text.encode())]

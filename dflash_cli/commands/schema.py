@@ -8,6 +8,7 @@ from dflash_cli.documents.kinds import KINDS, read_schema
 from dflash_cli.terminal import console
 from dflash_cli.terminal.requests import Argument, Request
 from dflash_runtime.errors import UsageError
+from dflash_runtime.phrases import guess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,5 +28,8 @@ def command(request: SchemaRequest) -> None:
             console.result(f"{name:16} {item.title}")
         return
     if kind not in KINDS:
-        raise UsageError(field="KIND", found=kind, expected=f"one of {', '.join(KINDS)}")
+        raise UsageError(
+            f"no kind of document {kind!r}{guess(kind, KINDS)}", id="unknown-kind", field="KIND", found=kind,
+            hint="dflash schema lists all kinds",
+        )  # fmt: skip
     console.result_text(json.dumps(read_schema(kind), indent=2, ensure_ascii=False) + "\n")

@@ -9,17 +9,25 @@ from typing import TYPE_CHECKING, Annotated
 from dflash_cli.terminal import console
 from dflash_cli.terminal.engine_options import EngineOptions
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
-from dflash_cli.terminal.options import IntervalOptions, PairOptions, PromptOptions, ReadingOptions, ResumeOptions
+from dflash_cli.terminal.options import (
+    IntervalOptions,
+    PairOptions,
+    PromptOptions,
+    ReadingOptions,
+    ResumeOptions,
+    refuse_beside,
+)
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.sampling_options import RivalOptions, SamplingOptions
+from dflash_cli.tuning.what_if import parse_what_ifs
 from dflash_runtime.config import MAX_TREE_NODES
-from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.tuning.tuned_engines import EngineSettings
-    from dflash_cli.tuning.tuner import Tuning, TuningPlan
+    from dflash_cli.tuning.tuner import Tuning
+    from dflash_cli.tuning.tuning_plan import TuningPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +117,10 @@ class TuningRequest(
     def check(self) -> None:
         super().check()
         _check_engines(self.engine)
+        if self.tree:
+            refuse_beside(self, ("budget",), "--tree: a row budget shares out the rows of blocks")
+        if self.what_if is not None:
+            parse_what_ifs(self.what_if)
 
 
 @verb(TuningRequest)
@@ -120,29 +132,25 @@ def tune(request: TuningRequest) -> "Tuning":
     Raises:
         UsageError, RequestError: a K does not fit the pair, or a prompt cannot be served.
     """
-    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.prompt_sets import read_prompts
+    from dflash_cli.tuning.tuning_plan import TuningPlan
 
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
     config = request.engine_config(draft_confidence=request.budget)
-    announce_loading(request.draft, request.target, device=config.device)
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.checkpoints.opening import Overrides
+    from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.loaded_pair import load_session, open_pair
 
     params = request.sampling_params(request.max_new_tokens)
     most = max(request.num_speculative_tokens, default=None)
+    widest = replace(config, num_draft_tokens=most, num_tree_nodes=max(request.tree, default=None))
     opened = open_pair(
-        request.draft, request.target, replace(config, num_draft_tokens=most), params=params,
+        request.draft, request.target, widest, params=params,
         overrides=Overrides(request.causality, request.layout), template_options=request.template_options,
     )  # fmt: skip
-    from dflash_cli.tuning.speed import smallest
-    from dflash_cli.tuning.tuner import TuningPlan
-    from dflash_cli.tuning.what_if import parse_what_ifs
-
-    session = load_session(opened, smallest(config), threads=request.threads)
-    choice = choose_prompts(request, session, given)
+    choice = choose_prompts(request, opened, given)
     plan = TuningPlan(
         evaluation=EvaluationPlan(
             rows=choice.rows,
@@ -164,7 +172,12 @@ def tune(request: TuningRequest) -> "Tuning":
         rivals=request.rivals,
         folder=request.output,
     )
-    return _measure(session, plan)
+    assert opened.draft is not None
+    plan.runs(opened.draft.config.num_draft_tokens)  # refuses numbers and files that do not fit
+    announce_loading(opened.references, device=config.device)
+    from dflash_cli.tuning.speed import smallest
+
+    return _measure(load_session(opened, smallest(config), threads=request.threads), plan)
 
 
 def command(request: TuningRequest) -> None:
@@ -205,13 +218,6 @@ class _Shown:
 def _measure(session: "PairSession", request: "TuningPlan") -> "Tuning":
     from dflash_cli.tuning.tuner import tune as run
 
-    if request.folder is not None:
-        try:
-            request.folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise UsageError(
-                field="--output", found=str(request.folder), expected=f"a folder that can be made: {error.strerror}"
-            ) from error
     try:
         return run(session, request, _Shown())
     except KeyboardInterrupt as error:

@@ -53,7 +53,10 @@ OF_RUNS = tuple(item.name for item in parameters_of(DiagnosisOptions))
 class ValidationRequest(
     DiagnosisOptions, FindingsFileOptions, LockOptions, ServedOptions, RuleOptions, TargetOptions, DraftOptions
 ):
-    """Check a draft, alone or with its target; exits with 3 if it finds an error, 5 if it is not a DFlash draft."""
+    """Check a draft, alone or with its target.
+
+    Exits with 3 if the draft has an error, and with 5 if the checkpoint is not a DFlash draft.
+    """
 
     engine: Annotated[
         tuple[str, ...],

@@ -31,7 +31,7 @@ def check_destination(destination: Path, *, force: bool) -> None:
     if destination.name == "..":
         text = "ends in .., expected the directory's own name"
         raise UsageError(text, id="destination-without-name", path=destination, expected="the directory's own name")
-    check_output(destination, force=force)
+    check_output(destination, force=force, is_folder=True)
     if not os.path.lexists(destination):
         return
     if destination.is_symlink():

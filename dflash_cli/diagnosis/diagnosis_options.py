@@ -1,9 +1,11 @@
 """The options of a run under alternative readings, for `validate --level run` and `diagnose`. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
-from dflash_cli.terminal.options import DeviceOptions, PromptOptions
+from dflash_cli.terminal.options import PROMPTS_HELP, DeviceOptions, PromptOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Option
 
 
@@ -11,6 +13,13 @@ from dflash_cli.terminal.requests import ESSENTIALS, Option
 class DiagnosisOptions(DeviceOptions, PromptOptions):
     """The prompts and the device of a run under alternative readings."""
 
+    prompts: Annotated[
+        str | Path | Sequence[str | Sequence[int]] | None,
+        Option(
+            short="-p", metavar="FILE", group=ESSENTIALS, parse=str, is_setting=False,
+            help=f"{PROMPTS_HELP} Default: prompts made from random ids.",
+        ),
+    ] = None  # fmt: skip
     num_prompts: Annotated[
         int | None,
         Option(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import open_checkpoint
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.diagnosis.reading_results import ReadingSearch
@@ -51,17 +51,21 @@ def run_validation(request: DiagnosisOptions, plan: ValidationPlan) -> RunReport
     """The report of the run level, with progress.
 
     Raises:
-        UsageError: the target is missing, or there are too few prompts.
+        UsageError: there are too few prompts.
+        CheckpointNotFound, CheckpointError, UnsupportedError: the target or a file of prompts cannot be read.
     """
     from dflash_cli.diagnosis.reading_progress import ReadingProgress
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.threads import use_threads
 
     assert isinstance(plan.target, Path)
-    announce_loading(plan.draft_reference, plan.target_reference, device=request.device)
-    use_threads(request.threads, request.device, [open_checkpoint(plan.target), open_checkpoint(plan.draft)])
+    parts = [open_checkpoint(plan.target), open_checkpoint(plan.draft)]
+    open_target(parts[0])
+    settings = run_settings(plan.target, request)
+    announce_loading({"draft": plan.draft_reference, "target": plan.target_reference}, device=request.device)
+    use_threads(request.threads, request.device, parts)
     with ReadingProgress() as progress:
-        return validate_running(plan, run_settings(plan.target, request, observe=progress))
+        return validate_running(plan, replace(settings, observe=progress))
 
 
 def _reasons_not_to_run(subject: Subject, findings: Sequence[Finding]) -> tuple[str, ...]:
@@ -80,4 +84,4 @@ def _search(subject: Subject, settings: RunSettings) -> ReadingSearch:
     assert subject.target_source is not None
     draft = open_draft(subject.checkpoint)
     assumed = replace(draft, parsed=replace(draft.parsed, has_unknown_layout=False))
-    return search_readings(assumed, subject.target_source, settings.prompts(), settings=settings)
+    return search_readings(assumed, subject.target_source, settings.prompts, settings=settings)

@@ -1,4 +1,4 @@
-"""Settings of the run level. Prompts are read, and the tokenizer is loaded, only when a pair is run."""
+"""Settings of the run level. Does not import torch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -63,21 +63,25 @@ class SearchBudget:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Settings of the run level. `prompts` returns token ids, or None to make prompts from random ids.
+    """Settings of the run level. `prompts` are token ids, or None to make prompts from random ids.
 
     `make_runner` replaces `ReadingRunner`, so that many drafts of one target share what depends on the target only.
     """
 
     config: EngineConfig
     budget: SearchBudget
-    observe: Observe
-    prompts: Callable[[], Sequence[Sequence[int]] | None] = lambda: None
+    observe: Observe = lambda name, num_done, total: None
+    prompts: Sequence[Sequence[int]] | None = None
     expected: ExpectedFigure | None = None
     make_runner: Callable[..., Any] | None = None
 
 
-def run_settings(target: Path, request: "DiagnosisOptions", *, observe: Observe) -> RunSettings:
-    """The settings of a run with the target in a directory. Without given prompts, prompts are made from random ids."""
+def run_settings(target: Path, request: "DiagnosisOptions") -> RunSettings:
+    """The settings of a run with the target in a directory. Without given prompts, prompts are made from random ids.
+
+    Raises:
+        CheckpointNotFound, UsageError: a file cannot be read, or lacks prompts or a figure.
+    """
     return RunSettings(
         EngineConfig(
             device=request.device,
@@ -86,9 +90,8 @@ def run_settings(target: Path, request: "DiagnosisOptions", *, observe: Observe)
             max_num_requests=MAX_NUM_REQUESTS,
         ),
         SearchBudget(num_prompts=request.num_prompts or NUM_MADE_UP, max_new_tokens=request.max_new_tokens),
-        observe,
-        lambda: _read_prompts(request, target),
-        read_expected(request.expected) if request.expected is not None else None,
+        prompts=_read_prompts(request, target),
+        expected=read_expected(request.expected) if request.expected is not None else None,
     )
 
 

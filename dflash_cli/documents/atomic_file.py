@@ -13,30 +13,36 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.whole_files import written_whole
 
 
-def check_output(path: Path, *, force: bool, hint: str = "pass --force to replace it") -> None:
+def check_output(path: Path, *, force: bool, hint: str = "pass --force to replace it", is_folder: bool = False) -> None:
     """Refuse an output before anything is computed. All commands use this rule for files and folders.
 
     Raises:
-        UsageError: the parent is not a directory, or the output exists and `force` is false.
+        UsageError: the parent is not a directory, or no files can be made in it. Or the output exists and `force` is
+            false. Or the output is a directory instead of a file.
     """
     check_parent(path)
+    if path.is_dir() and not is_folder:
+        raise UsageError("is a directory, expected a file name", id="output-is-directory", path=path)
     if os.path.lexists(path) and not is_stream(path) and not force:
         raise UsageError("exists already", id="output-exists", path=path, hint=hint)
 
 
 def check_parent(path: Path) -> None:
-    """Require that the parent of an output is a directory.
+    """Require that the parent of an output is a directory in which files can be made.
 
     Raises:
         UsageError: naming the parent.
     """
-    if not path.absolute().parent.is_dir():
+    parent = path.absolute().parent
+    if not parent.is_dir():
         raise UsageError(
             "no such directory",
             id="no-parent-directory",
             path=path.parent,
             hint=f"make it first: mkdir -p {path.parent}",
         )
+    if not is_stream(path) and not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError("no files can be made in this directory", id="permission-denied", path=path.parent)
 
 
 def is_stream(path: Path) -> bool:

@@ -68,6 +68,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "lock": Kind("What dflash lock writes", ("checkpoints.lock:LockDocument",)),
     "probe": _printed("probe", "probing.server_probe:Probed"),
+    "pull": _printed("pull", "publishing.pull_plan:PullResult"),
     "push": _printed("push", "publishing.push_plan:PushResult"),
     "report": _printed("report", "publishing.report_format:ReportDocument"),
     "serve-command": _printed("serve-command", "engines.pair_serving:ServeCommandDocument"),

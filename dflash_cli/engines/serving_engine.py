@@ -342,7 +342,7 @@ def words_of(options: Mapping[str, object]) -> list[str]:
 
 @cache
 def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
-    """The engines of a text such as `vllm@0.33,sglang`. `vLLM==0.33` is understood too.
+    """The engines of a text such as `vllm@0.33,sglang`. `vLLM==0.33` and `vllm:0.33` are understood too.
 
     A release above the newest known release is read as that release, with one logged warning.
 
@@ -387,10 +387,10 @@ def stated_once(stated: object, subject: Subject) -> tuple[bool, ...]:
 
 
 def _parse(text: str) -> ServingEngine:
-    name, _, release = text.replace("==", "@").partition("@")
+    name, _, release = re.sub(r"\s*(==?|[:@\s])\s*", "@", text).partition("@")
     known = {engine.name: engine for engine in all_engines()}
     if name.lower() not in known:
-        close = closest(name, known, cutoff=0.7)
+        close = closest(name, known)
         guess = f"; did you mean {close}?" if close else ""
         raise _refused("unknown-engine", name, f"unknown engine {name!r}{guess} (known: {known_engines()})")
     engine = known[name.lower()]

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from dflash_cli.checkpoints.references import TINY, is_bundled
 from dflash_cli.generation.prompt_source import Failure
 from dflash_cli.terminal import console
 from dflash_runtime.metrics import AcceptanceCounts
@@ -16,13 +15,15 @@ ENOUGH_STEPS = 20
 """With fewer steps, acceptance is never called low."""
 
 
-def announce_loading(draft: str | None, target: str | None, *, plain: bool = False, device: str = "auto") -> None:
-    """Print what is about to be loaded at once, since importing torch alone takes seconds."""
+def announce_loading(references: Mapping[str, str | None], *, plain: bool = False, device: str = "auto") -> None:
+    """Print which models are loaded next. Importing torch alone takes seconds, so the line comes before the import.
+
+    Every refusal that needs no torch comes before this line.
+    """
     where = "" if device == "auto" else f" on {device}"
-    if plain:
-        console.status(f"loading target {target or TINY}{where} ...")
-    else:
-        console.status(f"loading draft {draft or TINY} and {_target(draft, target)}{where} ...")
+    roles = ("target",) if plain else ("draft", "target")
+    names = [f"{role} {references[role]}" for role in roles if references[role] is not None]
+    console.status(f"loading {' and '.join(names)}{where} ...")
 
 
 def is_low(counts: AcceptanceCounts) -> bool:
@@ -76,9 +77,3 @@ def note_cut_answers(outputs: Sequence[RequestOutput], params: SamplingParams, m
             f"{which} before -n {params.max_new_tokens}: prompt and answer together have at most {max_model_len} tokens"
         )
         console.note(Notice(text, id="answers-cut"))
-
-
-def _target(draft: str | None, target: str | None) -> str:
-    if target is None and (draft is None or is_bundled(draft)):
-        return f"target {TINY}"
-    return "its target" if target is None else f"target {target}"

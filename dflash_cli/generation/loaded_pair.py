@@ -26,9 +26,10 @@ from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_cli.terminal import console
 from dflash_cli.version import __version__
-from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.pair import TargetSource, check_pair
 from dflash_runtime.checkpoint.tokenizer import find_stop_ids
-from dflash_runtime.config import EngineConfig, TargetFacts
+from dflash_runtime.config import EngineConfig, TargetConfig, TargetFacts
+from dflash_runtime.device.attention import check_trees
 from dflash_runtime.documents import copy_fields, fields_of
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
@@ -295,6 +296,8 @@ def open_pair(
     Raises:
         UsageError: the references do not name a pair, or the config asks for more than the pair can do. Opening
             raises further errors.
+        PairMismatch: the draft was not made for the target.
+        UnsupportedError: the pair cannot verify trees, and `config` asks for them.
     """
     needs_draft = config.num_draft_tokens != 0 and not config.is_lookup
     pair = complete_pair(draft, target, find=fetch_directory, needs_draft=needs_draft)
@@ -309,7 +312,10 @@ def open_pair(
     target_source = open_target(pair.find_target(fetch_directory))
     facts = target_source.facts
     if draft_checkpoint is not None:
+        check_pair(draft_checkpoint, target_source)
         tell_notes(draft_checkpoint, facts)
+    if config.num_tree_nodes:
+        check_trees(facts if isinstance(facts, TargetConfig) else None, draft_config)
     if facts.max_position_embeddings is not None:
         resolve_model_len(config, facts.max_position_embeddings, draft_config)
     if params is not None:

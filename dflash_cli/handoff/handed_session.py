@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_cli.generation.loaded_pair import OpenedPair, PairSession, load_session
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.handoff.handoff_options import DisaggregationOptions
+from dflash_cli.handoff.handoff_options import NO_DRAFT, DisaggregationOptions
 from dflash_cli.handoff.prefill_messages import Loaded, Opened, Opening, PrefillRequest
 from dflash_cli.handoff.prefill_process import PrefillProcess
 from dflash_cli.terminal import console
@@ -25,7 +25,6 @@ from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
 
-NO_DRAFT = "none"
 HOST = "127.0.0.1"
 
 
@@ -142,9 +141,8 @@ def _pair_to_load(
 ) -> WorkerSpec:
     """The pair that the process loads."""
     own = None if pair.draft is None else str(pair.draft.checkpoint.path.resolve())
-    asked = options.prefill_draft
     return WorkerSpec(
-        draft=own if asked is None else None if asked == NO_DRAFT else asked,
+        draft=own if options.prefill_draft is None else options.given_prefill_draft,
         target=str(pair.target.checkpoint.path.resolve()),
         config=config,
         overrides=pair.overrides,

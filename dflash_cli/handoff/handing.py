@@ -10,7 +10,7 @@ from dflash_cli.generation.answers import Streaming, Tally
 from dflash_cli.generation.generate_document import HandoffFacts
 from dflash_cli.generation.prompt_sets import PromptSet
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.handoff.handoff_folder import check_folder, empty_folder, read_waiting
+from dflash_cli.handoff.handoff_folder import empty_folder, read_waiting
 from dflash_cli.handoff.handoff_options import HandoffOptions
 from dflash_cli.terminal import console
 from dflash_runtime.documents import from_json, to_json
@@ -255,13 +255,12 @@ class Handing:
         )
 
 
-def open_handing(options: HandoffOptions, given: PromptSet | None, *, force: bool, check_lossless: bool) -> Handing:
+def open_handing(options: HandoffOptions, given: PromptSet | None, *, check_lossless: bool) -> Handing:
     """The hand-offs of a run with these options. Reads the headers in a folder, and writes nothing yet.
 
     Raises:
         RequestError: a prompt has several turns.
-        UsageError: the location is malformed, or its folder must not be written to; or `check_lossless` with samples.
-        CheckpointNotFound: the folder to read does not exist.
+        UsageError: the location is malformed, or `check_lossless` with samples.
         InvalidHandoff: a hand-off in the folder is malformed or truncated.
     """
     place = options.handoff_out or options.handoff_in
@@ -269,8 +268,6 @@ def open_handing(options: HandoffOptions, given: PromptSet | None, *, force: boo
     if place is not None:
         _refuse_turns(given.rows if given is not None else ())
     is_folder = place is not None and names_folder(place)
-    if is_folder and is_sending:
-        check_folder(str(place), force=force)
     waiting = read_waiting(str(place)) if options.brings_prompts else ()
     if check_lossless and not all(item.params.is_greedy for item in waiting):
         raise UsageError(

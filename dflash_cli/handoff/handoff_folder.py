@@ -1,30 +1,17 @@
-"""A folder of hand-offs: checks before writing, and hand-offs read from headers and file sizes."""
+"""A folder of hand-offs: read from headers and file sizes, and emptied."""
 
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_cli.documents.atomic_file import check_output
 from dflash_runtime.checkpoint.strict_json import regular_size
-from dflash_runtime.errors import CheckpointError, CheckpointNotFound, InvalidHandoff, UsageError, naming_file
+from dflash_runtime.errors import CheckpointError, InvalidHandoff, naming_file
 from dflash_runtime.kv_transfer.file_connector import HEADER, TENSORS, list_handoffs, read_header
 from dflash_runtime.kv_transfer.handoff import Handoff, TensorSpec
 from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
 
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, and ends with its last tensor."""
-
-
-def check_folder(place: str, *, force: bool) -> None:
-    """Refuse a folder that hand-offs cannot be written to.
-
-    Raises:
-        UsageError: the path is a file, its parent does not exist, or the folder has files and `force` is not given.
-    """
-    folder = Path(place)
-    if folder.exists() and not folder.is_dir():
-        raise UsageError("is a file, expected a new or empty folder", id="handoff-folder-is-a-file", path=folder)
-    check_output(folder, force=force or (folder.is_dir() and not any(folder.iterdir())))
 
 
 def empty_folder(place: str) -> None:
@@ -43,15 +30,10 @@ def read_waiting(place: str) -> tuple[Handoff, ...]:
     """Every hand-off in a folder, in the order of the keys. Tensors have shapes only; loading reads their content.
 
     Raises:
-        CheckpointNotFound: the folder does not exist.
         UsageError: the folder does not contain hand-offs.
         InvalidHandoff: a header is malformed, or the file of tensors has another size than the header states.
     """
     folder = Path(place)
-    if not folder.exists():
-        raise CheckpointNotFound(
-            "no such directory", id="no-handoff-folder", path=folder, hint="dflash generate --handoff-out writes one"
-        )
     return tuple(_read(folder / key) for key in list_handoffs(folder))
 
 

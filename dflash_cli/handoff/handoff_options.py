@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
+from dflash_cli.documents.atomic_file import check_output
 from dflash_cli.terminal.options import CarrierName, refuse_beside
 from dflash_cli.terminal.requests import ENGINE, MEASURING, Option, Request, parameters_of
 from dflash_cli.terminal.sampling_options import SamplingOptions
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import CheckpointNotFound, UsageError
 
+ADDRESSES = tuple(name for name in get_args(CarrierName) if name != "file")
+NO_DRAFT = "none"
 OF_ANSWERS = ("output", "trace", "check_lossless")
 OF_PROMPTS = ("prompt", "prompts", "dataset", "dataset_format", "num_prompts", "max_new_tokens", "chat", "thinking",
               "chat_template_kwargs")  # fmt: skip
@@ -78,10 +81,29 @@ class HandoffOptions(TransferOptions):
 
     @property
     def _is_folder(self) -> bool:
-        return self.handoff_in is not None and "://" not in self.handoff_in
+        return self.handoff_in is not None and _names_folder(self.handoff_in)
+
+    def check_folders(self, *, force: bool) -> None:
+        """Refuse a folder that hand-offs cannot be written to.
+
+        Raises:
+            UsageError: the path is a file, its parent does not exist, or the folder has files and `force` is false.
+        """
+        if self.handoff_out is None or not _names_folder(self.handoff_out):
+            return
+        folder = Path(self.handoff_out)
+        if folder.exists() and not folder.is_dir():
+            raise UsageError("is a file, expected a new or empty folder", id="handoff-folder-is-a-file", path=folder)
+        is_empty = folder.is_dir() and not any(folder.iterdir())
+        check_output(folder, force=force or is_empty, is_folder=True)
 
     def check(self) -> None:
         super().check()
+        if self._is_folder and not Path(str(self.handoff_in)).is_dir():
+            raise CheckpointNotFound(
+                "no such directory", id="no-handoff-folder", path=self.handoff_in,
+                hint="dflash generate --handoff-out writes one",
+            )  # fmt: skip
         if self.handoff_out is not None and self.handoff_in is not None:
             raise UsageError(
                 "--handoff-out and --handoff-in exclude each other: a run either prefills or decodes",
@@ -98,6 +120,11 @@ class HandoffOptions(TransferOptions):
             refuse_beside(self, OF_ANSWERS, "--handoff-out, which hands requests off before they are answered")
         if self.brings_prompts:
             refuse_beside(self, (*OF_PROMPTS, *OF_SAMPLING), "--handoff-in FOLDER, which contains prompts and options")
+
+
+def _names_folder(location: str) -> bool:
+    """Whether a location of hand-offs is a folder, and neither an address nor the beginning of one."""
+    return "://" not in location and location.partition(":")[0] not in ADDRESSES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +154,11 @@ class DisaggregationOptions(TransferOptions):
             "detected and, with --force-mismatch, its cost.",
         ),
     ] = None  # fmt: skip
+
+    @property
+    def given_prefill_draft(self) -> str | None:
+        """The draft that the other process loads; None without --prefill-draft, or for plain decoding there."""
+        return None if self.prefill_draft == NO_DRAFT else self.prefill_draft
 
     @property
     def carrier(self) -> CarrierName:

@@ -17,7 +17,7 @@ from dflash_runtime.documents import NOT_REQUIRED, Limits, from_json, to_json
 from dflash_runtime.errors import InvalidConfig, RequestError, UnsupportedError, UsageError
 from dflash_runtime.json_values import as_object, is_int
 from dflash_runtime.metrics import MAX_DRAFT_TOKENS
-from dflash_runtime.phrases import shorten
+from dflash_runtime.phrases import closest, shorten
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.probing.servers"
@@ -301,6 +301,19 @@ def server_engines() -> list[str]:
     return sorted(SERVERS)
 
 
+def check_engine(name: str) -> None:
+    """Refuse a name that is neither `auto` nor an engine with a file in `servers/`.
+
+    Raises:
+        UsageError: names all engines.
+    """
+    known = ("auto", *server_engines())
+    if name not in known:
+        close = closest(name, known)
+        hint = f"did you mean {close}?" if close else None
+        raise UsageError(field="--engine", found=name, expected=", ".join(known), hint=hint)
+
+
 def open_server(client: HttpClient, *, engine: str = "auto", model: str | None = None) -> InferenceServer:
     """The server at the client's URL. With `auto`, its list of models names the engine.
 
@@ -309,9 +322,8 @@ def open_server(client: HttpClient, *, engine: str = "auto", model: str | None =
         UsageError: the engine's name is unknown, or the server does not serve the model.
         ServerUnreachable: the server does not answer.
     """
+    check_engine(engine)
     known = server_engines()
-    if engine not in ("auto", *known):
-        raise UsageError(field="--engine", found=engine, expected=f"auto, {', '.join(known)}")
     models = _models(client)
     names = [shorten(str(item.get("id")), MAX_SHOWN_CHARS) for item in models[:MAX_MODELS]]
     if model is not None and names and model not in names:

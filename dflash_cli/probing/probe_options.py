@@ -10,24 +10,27 @@ from typing import Annotated
 
 from dflash_cli.acceptance.prompt_choice import choose_rows
 from dflash_cli.checkpoints.references import Role, fetch_directory
+from dflash_cli.comparing.measured_result import read_result
+from dflash_cli.documents.atomic_file import check_parent
 from dflash_cli.generation.prompt_sets import default_prompts, read_prompts
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer, template_arguments
 from dflash_cli.probing.http_client import HttpClient
-from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerTokenizer, open_server
+from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerTokenizer, check_engine, open_server
 from dflash_cli.probing.served_faults import known_faults
 from dflash_cli.probing.server_run import ServerRequest
 from dflash_cli.probing.token_equality import NEAR_TIE_NATS
+from dflash_cli.terminal import console
 from dflash_cli.terminal.options import GateOptions, PromptOptions, ResumableOptions, VerdictOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option
-from dflash_cli.terminal.sampling_options import SeedOptions
+from dflash_cli.terminal.sampling_options import TemperatureOptions
 from dflash_runtime.errors import UsageError
 
 ANY_TARGET = "the served target"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions, GateOptions):
+class ProbeOptions(TemperatureOptions, VerdictOptions, PromptOptions, ResumableOptions, GateOptions):
     """Options of `dflash probe`: the connection, the requests and the results to compare with."""
 
     engine: Annotated[
@@ -131,6 +134,8 @@ class ProbeOptions(SeedOptions, VerdictOptions, PromptOptions, ResumableOptions,
 
     def check(self) -> None:
         super().check()
+        if self.engine != "auto":
+            check_engine(self.engine)
         if not self.concurrency or len(set(self.concurrency)) < len(self.concurrency):
             raise UsageError(field="--concurrency", found=list(self.concurrency), expected="each number once")
 
@@ -155,13 +160,22 @@ class ProbePlan:
 
 @contextmanager
 def open_probe(url: str, options: ProbeOptions) -> Iterator[ProbePlan]:
-    """The plan of a probe. Its connections are closed at the end.
+    """The plan of a probe, after all checks of files. Its connections are closed at the end.
 
     Raises:
         ServerUnreachable: a server does not answer.
         UnsupportedError: a server's engine is unknown.
-        UsageError: an option contradicts the server or another option.
+        CheckpointNotFound: a file does not exist.
+        UsageError: an option contradicts the server or another option, or a file cannot be read.
     """
+    given = read_prompts(options.prompts, options.dataset, options.dataset_format, count=options.num_prompts)
+    key = _key(options.api_key_env, "--api-key-env")
+    beside_key = _key(options.beside_api_key_env, "--beside-api-key-env")
+    if options.result is not None:
+        read_result(options.result)
+    if options.output is not None:
+        check_parent(options.output)
+    console.status(f"asking {url} ...")
     ends_at = time.monotonic() + options.max_time
     with ExitStack() as clients:
 
@@ -171,12 +185,10 @@ def open_probe(url: str, options: ProbeOptions) -> Iterator[ProbePlan]:
             clients.callback(client.close)
             return open_server(client, engine=engine, model=model)
 
-        server = connect(url, _key(options.api_key_env, "--api-key-env"), options.engine, options.served_model)
+        server = connect(url, key, options.engine, options.served_model)
         beside = None
         if options.beside is not None:
-            key = _key(options.beside_api_key_env, "--beside-api-key-env")
-            beside = connect(options.beside, key, "auto", None)
-        given = read_prompts(options.prompts, options.dataset, options.dataset_format, count=options.num_prompts)
+            beside = connect(options.beside, beside_key, "auto", None)
         tokenizer = _tokenizer(server, options)
         choice = choose_rows(
             given or default_prompts(options.target or ANY_TARGET), tokenizer, chat=options.chat,

@@ -15,11 +15,10 @@ from dflash_runtime.phrases import plural
 
 PROFILE = "speculation_profile.json"
 CARD = "README.md"
-KNOWN = (
-    "config.json", MANIFEST_FILE, MASK_PICKLE, MASK_FILE, PROFILE, ".gitattributes", "*.png", "*.svg",
-    *PAPERS, *SETTINGS, *TOKENIZER,
-)  # fmt: skip
-"""Patterns of the files that readers of a draft look for, besides its weights, and of pictures in a model card."""
+READ = ("config.json", MANIFEST_FILE, MASK_PICKLE, MASK_FILE, PROFILE, *PAPERS, *SETTINGS, *TOKENIZER)
+"""Patterns of the files that readers of a draft look for, besides its weights."""
+KNOWN = (*READ, ".gitattributes", "*.png", "*.svg")
+"""Patterns of the files that are published: files for readers, and pictures in a model card."""
 SKIPPED = (".git", ".cache", "__pycache__", ".DS_Store")
 """Names that tools of this machine write. They are left out in silence."""
 PICKLE_HEADS = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
@@ -67,11 +66,11 @@ def choose_files(folder: Path, *, include: Sequence[str] = (), exclude: Sequence
     names = [
         name
         for name in sorted(item.name for item in folder.iterdir())
-        if name not in SKIPPED and not _matches(name, exclude)
+        if name not in SKIPPED and not matches(name, exclude)
     ]
     _refuse_pickles(folder, names)
     known = (*KNOWN, *weights, f"*{INDEX_SUFFIX}", *include)
-    other = [name for name in names if (folder / name).is_dir() or not _matches(name, known)]
+    other = [name for name in names if (folder / name).is_dir() or not matches(name, known)]
     if other:
         raise UsageError(
             f"contains {_listed(other)}, which readers of a draft do not look for", id="surprising-files", path=folder,
@@ -79,11 +78,12 @@ def choose_files(folder: Path, *, include: Sequence[str] = (), exclude: Sequence
         )  # fmt: skip
     for name in names:
         refuse_escape(folder, folder / name)
-        _refuse_secret(folder / name, is_text=name not in weights and not _matches(name, VOCABULARIES))
+        _refuse_secret(folder / name, is_text=name not in weights and not matches(name, VOCABULARIES))
     return [LocalFile(name, folder / name) for name in names]
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a file's name has one of these patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

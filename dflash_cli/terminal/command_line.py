@@ -222,7 +222,7 @@ def load_command(name: str, entry: Entry, defaults: Mapping[str, tuple[Any, str]
     function = _function(name)
     kind = with_defaults(request_class(function), defaults or {})
     app = _plain_app(add_completion=False)
-    app.command(name, cls=RequestCommand, help=kind.__doc__)(_callback(entry, function, kind))
+    app.command(name, cls=RequestCommand, help=kind.__doc__, short_help=entry.summary)(_callback(entry, function, kind))
     command = typer.main.get_command(app)
     assert isinstance(command, RequestCommand)
     command.entry, command.kind = entry, kind

@@ -8,7 +8,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from dflash_runtime.errors import UsageError
-from dflash_runtime.phrases import closest
+from dflash_runtime.phrases import guess
 
 SECTIONS = ("how-to", "reference", "explanation", "measurements")
 """The folders of pages, in the order in which they are listed."""
@@ -27,13 +27,12 @@ def text(topic: str) -> str:
     """
     page = _pages().get(topic)
     if page is None:
-        close = closest(topic, _pages())
         raise UsageError(
+            f"no page {topic!r}{guess(topic, _pages())}",
+            id="unknown-topic",
             field="TOPIC",
             found=topic,
-            expected=f"one of {', '.join(_pages())}",
-            id="unknown-topic",
-            hint=f"did you mean {close}?" if close else None,
+            hint="dflash docs lists all pages",
         )
     return page.read_text(encoding="utf-8")
 

@@ -1,10 +1,12 @@
 """Options of the engine, as bases of request classes."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_cli.terminal.options import DeviceOptions, values_of
 from dflash_cli.terminal.requests import ENGINE, SIZE, Option, Request, parameters_of, parse_size
+from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_runtime.config import EngineConfig
@@ -124,6 +126,14 @@ class EngineOptions(DeviceOptions):
         bool,
         Option(off="--no-graphs", group=ENGINE, is_setting=False, help="Capture steps as CUDA graphs."),
     ] = True
+
+    def check(self) -> None:
+        super().check()
+        if self.prefix_store is not None and Path(self.prefix_store).is_file():
+            raise UsageError(
+                "is a file, expected a folder", id="prefix-store-is-a-file", path=self.prefix_store,
+                field="--prefix-store",
+            )  # fmt: skip
 
     def engine_config(self, **own: Any) -> "EngineConfig":
         """The runtime's config. `own` are the fields that a verb decides.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from dflash_cli.documents.atomic_file import check_parent
 from dflash_cli.terminal.requests import (
     DRAFTING,
     ENGINE,
@@ -21,11 +22,12 @@ from dflash_cli.terminal.requests import (
     parameters_of,
 )
 from dflash_runtime.checkpoint.strict_json import loads
-from dflash_runtime.errors import UnsupportedError, UsageError
+from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
 
-REFERENCE = "a directory, a hub repository org/repo[@revision], or a bundled one"
-DRAFT_HELP = f"Draft: {REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
-TARGET_HELP = f"Target: {REFERENCE}: tiny."
+REFERENCE = "A directory, a hub repository org/repo[@revision], or a bundled name"
+DRAFT_HELP = f"{REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
+TARGET_HELP = f"{REFERENCE}: tiny."
+PROMPTS_HELP = "Prompts as JSON Lines; each row has prompt, messages, turns or prompt_token_ids. - reads stdin."
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 OTHER_DEVICES = ("meta", "mps", "xpu", "hpu", "xla", "mtia")
 """Devices of torch on which nothing runs here."""
@@ -127,8 +129,7 @@ class PromptOptions(Request):
         str | Path | Sequence[str | Sequence[int]] | None,
         Option(
             short="-p", metavar="FILE", group=ESSENTIALS, parse=str, is_setting=False,
-            help="Prompts as JSON Lines; each row has prompt, messages, turns or prompt_token_ids. - reads stdin. "
-            "Default: the bundled prompts.",
+            help=f"{PROMPTS_HELP} Default: the bundled prompts.",
         ),
     ] = None  # fmt: skip
     dataset: Annotated[
@@ -234,6 +235,8 @@ class DeviceOptions(Request):
             raise UnsupportedError(field="--device", found=self.device, expected="cpu or cuda")
         if not DEVICE.fullmatch(self.device):
             raise UsageError(field="--device", found=self.device, expected="auto, cpu, cuda or cuda:N")
+        if self.device_map is not None and self.device_map.endswith(".json") and not Path(self.device_map).exists():
+            raise CheckpointNotFound(field="--device-map", found=self.device_map, expected="a file that exists")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +272,11 @@ class GateFileOptions(Request):
         ),
     ] = None  # fmt: skip
 
+    def check(self) -> None:
+        super().check()
+        if self.gate_out is not None:
+            check_parent(self.gate_out)
+
     def require_gate(self, flag: str, *, is_given: bool) -> None:
         """Refuse --gate-out without a gate.
 
@@ -288,7 +296,7 @@ class GateOptions(GateFileOptions):
 
     min_acceptance: Annotated[
         float | None,
-        Option(group=ESSENTIALS, is_setting=False, help="Exit with 3 if the acceptance length is below X."),
+        Option(above=0, group=ESSENTIALS, is_setting=False, help="Exit with 3 if the acceptance length is below X."),
     ] = None
     gate: Annotated[
         Literal["point", "lower"],
@@ -308,6 +316,11 @@ class GateOptions(GateFileOptions):
     def check(self) -> None:
         super().check()
         self.require_gate("--min-acceptance", is_given=self.min_acceptance is not None)
+        if self.gate != "point" and self.min_acceptance is None:
+            raise UsageError(
+                f"--gate {self.gate} says how --min-acceptance is compared, which is missing",
+                id="option-needs-another", field="--gate", hint="add --min-acceptance X",
+            )  # fmt: skip
 
     def verdict_of(self, command: str) -> AbstractContextManager[None]:
         """The context in which a command checks its gate, so that --gate-out has the verdict."""

@@ -44,19 +44,22 @@ MEASURING = "Measuring"
 ENGINE = "Engine"
 OUTPUT = "Output"
 PAIR = ("draft", "target")
-MAX_INT = 2**63 - 1
 """The options that come right after the arguments."""
+MAX_INT = 2**63 - 1
 
 OTHER_FLAGS = {
     "--chat": "--apply-chat-template",
     "--concurrency": "--batch-size --batches --max-num-requests --max-num-seqs --num-concurrent",
     "--dataset": "--task --benchmark --dataset-name",
-    "--draft": "--speculator --draft-model --assistant --drafter",
+    "--device": "--gpu --cuda",
+    "--draft": "--speculator --draft-model --assistant --drafter --speculative-model --draft-model-path",
     "--dtype": "--precision --torch-dtype",
+    "--engine": "--backend",
     "--fix-out": "--fix",
     "--force": "--overwrite",
-    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--gpu-memory-utilization": "--mem-fraction-static --gpu-memory",
     "--graphs": "--cuda-graphs",
+    "--json": "--format --output-format",
     "--kernels": "--attention-backend --backend",
     "--max-model-len": "--max-length --context-length --ctx-size --max-seq-len",
     "--max-new-tokens": "--max-tokens --output-len --num-tokens --length",
@@ -66,12 +69,14 @@ OTHER_FLAGS = {
     "--num-speculative-tokens": "--num-draft-tokens --speculative-num-draft-tokens --block-size",
     "--output": "--out --output-file --output-path --save --rows --journal",
     "--prompts": "--prompt --input --data --file",
+    "--rounds": "--iterations --repeats --num-iters",
     "--seed": "--random-seed",
     "--strict": "--fail-on-warnings",
     "--target": "--model --base-model --verifier --target-model",
     "--target-name": "--verifier-name",
     "--temperature": "--temp",
-    "--to": "--dialect --target-format",
+    "--tensor-parallel": "--tp --tp-size --tensor-parallel-size",
+    "--to": "--format --dialect --target-format",
 }
 """Flag -> flags of other programs, for messages about unknown options."""
 
@@ -293,10 +298,13 @@ class Parameter:
         if self.choices:
             return " or ".join(filter(None, (", ".join(self.choices[:-1]), self.choices[-1])))
         noun = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}.get(self.kind, "text")
+        low, high, above = self.option.min, self.option.max, self.option.above
+        is_range = low is not None and high is not None
         limits = {
-            "from {} on": self.option.min,
-            "up to {}": self.option.max,
-            "above {}": self.option.above,
+            f"from {low} to {{}}": high if is_range else None,
+            "from {} on": None if is_range else low,
+            "above {}": above,
+            "up to {}": None if is_range else high,
             "below {}": self.option.below,
         }
         stated = [text.format(limit) for text, limit in limits.items() if limit is not None]

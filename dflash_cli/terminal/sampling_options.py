@@ -55,17 +55,23 @@ class RivalOptions(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class SeedOptions(Request):
+    """The start of all random choices."""
+
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, group=SAMPLING, help="Seed for sampling.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperatureOptions(SeedOptions):
     """How the target chooses tokens, as every server understands it."""
 
     temperature: Annotated[
         float, Option(min=0, group=SAMPLING, help="Sampling temperature; 0 takes the most likely token.")
     ] = 0.0
-    seed: Annotated[int, Option(min=0, max=2**63 - 1, group=SAMPLING, help="Seed for sampling.")] = 0
     ignore_eos: Annotated[bool, Option(group=SAMPLING, help="Continue after stop tokens.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions(SeedOptions):
+class SamplingOptions(TemperatureOptions):
     """How the target chooses tokens."""
 
     top_k: Annotated[int, Option(min=0, group=SAMPLING, help="Sample from the N most likely tokens; 0 is all.")] = 0
@@ -104,15 +110,14 @@ class SamplingOptions(SeedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftingOptions(SamplingOptions):
+class DraftedOptions(Request):
     """How many tokens are drafted, and how the draft chooses them."""
 
     num_speculative_tokens: Annotated[
         int | None,
         Option(
-            short="-k", metavar="K", min=0, group=ESSENTIALS,
-            help="Draft K tokens per step; 0 runs the target alone. Default: the draft's block size minus one, which "
-            "is also the most.",
+            short="-k", metavar="K", min=1, group=ESSENTIALS,
+            help="Draft K tokens per step. Default: the draft's block size minus one, which is also the most.",
         ),
     ] = None  # fmt: skip
     draft_sampling: Annotated[
@@ -123,6 +128,11 @@ class DraftingOptions(SamplingOptions):
             "distribution.",
         ),
     ] = "greedy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftingOptions(DraftedOptions, SamplingOptions):
+    """How the draft and the target choose tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

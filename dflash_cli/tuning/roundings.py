@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_cli.tuning.what_if import KV_FORMATS, WEIGHT_FORMATS
 from dflash_kernels.rope_store import HALVES, KVPlace, Turn
 from dflash_kernels.suite import Kernels
 from dflash_runtime.models.weights import Weights
@@ -74,11 +75,8 @@ def _scales(values: Tensor, largest: float) -> Tensor:
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 
-WEIGHTS: Mapping[str, Rounding] = {"bf16": to_bfloat16, "fp8": to_scaled_fp8, "int8": to_int8, "int4": to_int4}
-"""Formats of weights, with a scale for each output."""
-
-KV: Mapping[str, Rounding] = {"bf16": to_bfloat16, "fp8": to_fp8, "fp8-head": to_scaled_fp8, "int8-head": to_int8}
-"""Formats of keys and values: with a scale of 1, as in engines without calibration, or a scale for each head."""
+WEIGHTS: Mapping[str, Rounding] = dict(zip(WEIGHT_FORMATS, (to_bfloat16, to_scaled_fp8, to_int8, to_int4), strict=True))
+KV: Mapping[str, Rounding] = dict(zip(KV_FORMATS, (to_bfloat16, to_fp8, to_scaled_fp8, to_int8), strict=True))
 
 
 def round_weights(weights: Weights, name: str) -> Weights:

@@ -1,4 +1,4 @@
-"""Times of decode steps, without a draft and with each candidate, by batch size: measured, or read from a file.
+"""Times of decode steps, without a draft and with each candidate, by batch size, and their file. Imports no torch.
 
 A file has milliseconds of a step, one number or one per measurement:
 
@@ -10,17 +10,14 @@ tune --json` has the same object in `step_times`, and can be given too. Lists of
 that a disturbed round does not look like a difference.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from dflash_cli.comparing.measured_result import ResultFile
 from dflash_cli.terminal.sampling_options import LOOKUP_NAMES, LookupName
-from dflash_cli.tuning.candidates import WAYS, Candidate, resize
-from dflash_cli.tuning.speed import Arm, SpeedRequest, counting, measure_rounds
-from dflash_runtime.config import EngineConfig
-from dflash_runtime.device.loading import LoadedPair
+from dflash_cli.tuning.candidates import WAYS, Candidate
 from dflash_runtime.documents import NOT_REQUIRED, OPTIONAL, Limits, from_json
 from dflash_runtime.errors import MISSING, UsageError
 
@@ -140,33 +137,6 @@ def check_complete(costs: StepCosts, numbers: Sequence[int], batches: Sequence[i
 def _missing(costs: StepCosts, field: str) -> UsageError:
     facts: dict[str, Any] = {"field": field, "found": MISSING, "expected": "milliseconds of a step"}
     return UsageError(id="missing-step-time", path=costs.source, **facts)
-
-
-def measure_step_costs(
-    pair: LoadedPair,
-    candidates: Sequence[Candidate],
-    request: SpeedRequest,
-    config: EngineConfig,
-    observe: Callable[[int], None] = lambda num_done: None,
-) -> StepCosts:
-    """Time every candidate and plain decoding at every batch size. `observe` gets the number of finished rounds.
-
-    Raises:
-        UsageError: answers are too short to measure.
-    """
-    count = counting(observe)
-    arms = [Arm(pair.without_draft()), *(Arm(resize(pair, item, config), item.verify_width) for item in candidates)]
-    found: list[dict[int, Times]] = [{} for _ in arms]
-    for batch in request.batches:
-        for times, windows in zip(found, measure_rounds(arms, request, batch, count), strict=True):
-            times[batch] = tuple(1000 * seconds / num_steps for _, num_steps, seconds in windows)
-    plain, *drafting = found
-    return StepCosts(plain=plain, drafting=dict(zip(candidates, drafting, strict=True)), source="measured here")
-
-
-def num_timed_rounds(candidates: Sequence[Candidate], request: SpeedRequest) -> int:
-    """Return the number of rounds that `measure_step_costs` runs, warm-up rounds included."""
-    return (len(candidates) + 1) * len(request.batches) * (request.num_rounds + 1)
 
 
 def _as_times(by_batch: TimesByBatch, where: str, path: Path) -> dict[int, Times]:

@@ -10,29 +10,22 @@ from typing import Protocol
 
 from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.acceptance.journal import check_journal
-from dflash_cli.acceptance.measure import EvaluationPlan
 from dflash_cli.comparing.contrasts import Contrast, correct_p_values
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import compare_results
 from dflash_cli.documents.atomic_file import atomic_text, json_line
 from dflash_cli.generation.loaded_pair import PairSession
-from dflash_cli.terminal.sampling_options import LookupName
 from dflash_cli.terminal.shown import Shown
 from dflash_cli.tuning.budget_gain import BudgetGain, budget_gains
-from dflash_cli.tuning.candidates import WAYS, Candidate, candidates_for, default_numbers, measure_candidate
+from dflash_cli.tuning.candidate_runs import measure_candidate
+from dflash_cli.tuning.candidates import WAYS, Candidate
+from dflash_cli.tuning.rounded_pairs import changes_nothing, refuse_rounding, rounded
 from dflash_cli.tuning.speed import speed_request
 from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best
-from dflash_cli.tuning.step_costs import (
-    StepCosts,
-    check_complete,
-    measure_step_costs,
-    num_timed_rounds,
-    read_step_costs,
-    read_step_times,
-)
-from dflash_cli.tuning.what_if import WhatIf, changes_nothing, refuse_rounding, rounded
-from dflash_runtime.config import EngineConfig
+from dflash_cli.tuning.step_costs import StepCosts, read_step_costs, read_step_times
+from dflash_cli.tuning.step_timing import measure_step_costs, num_timed_rounds
+from dflash_cli.tuning.tuning_plan import TuningPlan, name_of
+from dflash_cli.tuning.what_if import WhatIf
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 
@@ -52,26 +45,6 @@ class TuningProgress(Protocol):
     def rounds(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show the progress of `total` timed rounds. Call the returned function with the number of finished rounds."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuningPlan:
-    """The prompts, numbers of draft tokens, batch sizes and what-ifs of a tuning.
-
-    `config` is the engine's config for measuring acceptance. If `numbers` or `batches` is None, the pair or the file of
-    step times decides. Answers and step times go to `folder`, which `resume` and `force` of `evaluation` apply to.
-    """
-
-    evaluation: EvaluationPlan
-    config: EngineConfig
-    numbers: Sequence[int] | None = None
-    trees: Sequence[int] = ()
-    batches: Sequence[int] | None = None
-    num_rounds: int = 4
-    step_times: Path | None = None
-    what_ifs: Sequence[WhatIf] = ()
-    rivals: Sequence[LookupName] = ()
-    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -134,19 +107,17 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
     """
     started = time.perf_counter()
     trained, confidence = session.llm.num_draft_tokens, request.evaluation.confidence
-    given = read_step_costs(request.step_times, trained) if request.step_times is not None else None
-    candidates = candidates_for(_numbers(request, trained, given), trained, request.trees)
+    runs = request.runs(trained)
+    candidates, lookups = runs.candidates, runs.lookups
     for number in request.trees:
         session.llm.pair.with_tree(number)  # raises before anything is measured
-    if given is not None:
-        given = _at_batches(given, request)
     for item in request.what_ifs:
         refuse_rounding(session.llm.pair, session.target, item)
-    lookups = [Candidate(trained, name) for name in dict.fromkeys(request.rivals)]
-    _check_journals(request, [*candidates, *lookups, *request.what_ifs])
+    if request.folder is not None:
+        request.folder.mkdir(exist_ok=True)
     evaluations = {item: _measure(session, item, request, progress) for item in candidates}
     rivals = {item: _measure(session, item, request, progress) for item in lookups}
-    costs = given or _find_step_costs(session, [*candidates, *lookups], request, progress)
+    costs = runs.given or _find_step_costs(session, [*candidates, *lookups], request, progress)
     what_ifs = {
         item.name: _measure(session, candidates[-1], request, progress, item)
         for item in request.what_ifs
@@ -179,49 +150,6 @@ def _budget_gains(evaluations: Mapping[Candidate, Evaluation], costs: StepCosts)
     return found
 
 
-def _at_batches(given: StepCosts, request: TuningPlan) -> StepCosts:
-    """Return the times of a file at the requested batch sizes, by default at all batch sizes of the file."""
-    batches = request.batches or given.batches
-    check_complete(given, request.numbers or (), batches)
-    return replace(given, plain={batch: given.plain[batch] for batch in batches})
-
-
-def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequence[int]:
-    if request.numbers is not None:
-        return request.numbers
-    if given is None:
-        return default_numbers(trained)
-    drafted = (item for item in given.drafting if not (item.is_lookup or item.way == "tree"))
-    numbers = sorted({item.num_speculative_tokens for item in drafted} or {trained})
-    if numbers[-1] > trained:
-        fitting = ",".join(str(number) for number in numbers if number <= trained)
-        raise UsageError(
-            id="k-out-of-range",
-            path=request.step_times,
-            field="K",
-            found=numbers[-1],
-            expected=f"1 to {trained}, the K of the draft's training",
-            hint=f"choose among them: --num-speculative-tokens {fitting or trained}",
-        )
-    return numbers
-
-
-def _check_journals(request: TuningPlan, measured: Sequence[Candidate | WhatIf]) -> None:
-    """Check the output files of all candidates before the first measurement."""
-    for item in measured:
-        path = _journal_of(item, request)
-        if path is not None:
-            check_journal(path, resume=request.evaluation.resume, force=request.evaluation.force)
-
-
-def _journal_of(item: Candidate | WhatIf, request: TuningPlan) -> Path | None:
-    return None if request.folder is None else request.folder / f"{_name_of(item)}.jsonl"
-
-
-def _name_of(item: Candidate | WhatIf) -> str:
-    return item.name if isinstance(item, Candidate) else item.file_name
-
-
 def _measure(
     session: PairSession,
     candidate: Candidate,
@@ -231,7 +159,7 @@ def _measure(
 ) -> Evaluation:
     """Return a candidate's acceptance, with the original pair or the rounded pair of a what-if."""
     item = what_if or candidate
-    name, asked = _name_of(item), replace(request.evaluation, journal=_journal_of(item, request))
+    name, asked = name_of(item), replace(request.evaluation, journal=request.journal_of(item))
     pair = session.llm.pair if what_if is None else rounded(session.llm.pair, session.target, what_if)
     with progress.answers(name, sum(row.num_turns for row in asked.rows)) as answers:
         return measure_candidate(session, candidate, asked, request.config, pair=pair, progress=answers)

@@ -14,10 +14,16 @@ def article(noun: str) -> str:
     return f"{'an' if noun[0] in 'AEIOU' or noun.startswith(('MTP', 'XPress')) else 'a'} {noun}"
 
 
-def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The known name that the word most probably means; None if none is similar. Upper case counts as lower case."""
-    names = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known name that the word most probably means; None if none is similar. Upper case counts as lower case.
+
+    A short word must be more similar, because its letters agree with many names by chance. Otherwise the first name
+    that begins with the word is meant, or a name with which the word begins: `compare` by `compare-results`.
+    """
+    names, word = {name.lower(): name for name in known}, word.lower()
+    found = difflib.get_close_matches(word, names, n=1, cutoff=0.8 if len(word) < 5 else 0.7)
+    if len(word) > 2:
+        found += [name for name in names if name.startswith(word) or word.startswith(f"{name}-")]
     return names[found[0]] if found else None
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import open_session
-from dflash_cli.tuning.what_if import parse_what_ifs, rounded
+from dflash_cli.tuning.rounded_pairs import rounded
+from dflash_cli.tuning.what_if import parse_what_ifs
 from dflash_kernels.fp8_weight import FP8
 from dflash_kernels.kv_format import UNSCALED, KVScales
 from dflash_kernels.kv_store import kv_store_ref

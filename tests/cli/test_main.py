@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dflash_cli import __version__
-from dflash_cli.checkpoints.references import BUNDLED_DRAFTS
+from dflash_cli.checkpoints.references import BUNDLED_DRAFTS, tiny_directory
 from dflash_cli.main import COMMANDS, app
 from dflash_cli.terminal import completion
 from dflash_cli.terminal.command_line import all_commands
@@ -63,52 +64,101 @@ def test_help_imports_nothing_that_takes_long() -> None:
     assert not {name for name in first[1] if name.startswith("dflash_cli.commands")}
 
 
-REFUSED = {
+PROMPTED = ("generate", "bench", "tune", "eval-acceptance")
+"""Commands that run prompts with a pair."""
+
+REFUSED: Mapping[int, tuple[list[str], ...]] = {
     2: (
         ["generate", "x", "-k", "8"], ["generate", "x", "--verify-width", "9"],
         ["generate", "x", "--stop-token-id", "99999"], ["generate", "x", "--max-model-len", "9999"],
         ["bench", "-k", "8"], ["tune", "-k", "3,8"], ["eval-acceptance", "-k", "8"],
         ["eval-acceptance", "--workers", "0"], ["dump", "tiny", "--taps", "6", "--output", "dump"],
         ["generate", "x", "--device", "cudaa"], ["bench", "--device", "tpu"], ["generate", "x", "--dtype", "float16"],
-        ["generate", "x", "--top-p", "3"], ["generate", "x", "--output", "absent/rows.jsonl"],
-        ["generate", "--dataset", "humanevl"], ["tune", "-e", "vlm"],
-        ["eval-acceptance", "--context-lengths", "2048"],
-        ["eval-acceptance", "--output", "there.jsonl"], ["eval-acceptance", "--verify-width", "99"],
+        ["generate", "x", "--top-p", "3"], ["generate", "--dataset", "humanevl"], ["tune", "-e", "vlm"],
+        ["eval-acceptance", "--context-lengths", "2048"], ["eval-acceptance", "--verify-width", "99"],
         ["validate", "tiny", "-e", "vlm"], ["convert", "tiny", "there.jsonl", "--to", "native"],
         ["serve-command", "tiny", "-e", "vlm"], ["probe", "http://127.0.0.1:9", "-e", "vlm"], ["explain", "C999"],
+        # a pair that is not complete, or not of these roles
+        *([name, "-t", "tiny"] for name in ("bench", "tune", "eval-acceptance")), ["generate", "x", "-t", "tiny"],
+        ["generate", "x", "-d", "copy"], ["bench", "copy"], ["tune", "copy"], ["eval-acceptance", "copy"],
+        ["diagnose", "copy"], ["validate", "copy", "--level", "run"],
+        ["generate", "x", "-d", "copy", "-t", "tiny:dspark"],
+        # options that exclude or need each other
+        ["generate", "x", "--tree", "8", "--draft-sampling", "probabilistic"],
+        ["generate", "x", "-k", "0", "--tree", "4"],
+        ["eval-acceptance", "--tree", "8", "--draft-sampling", "probabilistic"], ["tune", "--tree", "8", "--budget"],
+        ["eval-acceptance", "--gate", "lower"], ["probe", "http://127.0.0.1:9", "--gate", "lower"],
+        ["generate", "x", "--thinking", "on"], ["eval-acceptance", "--exact-match", "both"],
+        ["bench", "--temperature", "1"], ["bench", "--min-speedup", "-1"], ["eval-acceptance", "--min-acceptance", "0"],
+        # files that cannot be read or written
+        *([name, "-p", "bad.jsonl"] for name in PROMPTED), ["diagnose", "tiny", "-p", "bad.jsonl"],
+        ["probe", "http://127.0.0.1:9", "-p", "bad.jsonl"], ["probe", "http://127.0.0.1:9", "--output", "absent/x"],
+        ["generate", "x", "--output", "absent/rows.jsonl"], ["generate", "x", "--output", "bad", "--force"],
+        ["eval-acceptance", "--output", "there.jsonl"], ["eval-acceptance", "--output", "bad", "--force"],
+        ["eval-acceptance", "--min-acceptance", "2", "--gate-out", "absent/x"],
+        ["bench", "--min-speedup", "2", "--gate-out", "absent/x"],
+        ["tune", "--output", "absent/x"], ["tune", "--output", "there.jsonl"], ["tune", "--output", "tuned"],
+        ["tune", "--step-times", "there.jsonl"], ["tune", "--what-if", "draft=int3"],
+        ["generate", "x", "--handoff-out", "absent/x"], ["generate", "x", "--handoff-out", "there.jsonl"],
+        ["eval-acceptance", "--prefix-store", "there.jsonl"], ["report", "there.jsonl"],
+        ["report", "none.json", "-o", "absent/x.html"], ["compare", "there.jsonl", "there.jsonl"],
     ),
     3: (
         ["generate", "x", "--draft", "bad"], ["bench", "bad"], ["convert", "bad", "out", "--to", "vllm"],
-        ["diagnose", "bad", "--target", "tiny"],
+        ["diagnose", "bad", "--target", "tiny"], ["bench", "wide", "-t", "tiny"],
     ),
     4: (
-        ["generate", "-p", "none.jsonl"], ["eval-acceptance", "-p", "none.jsonl"],
-        ["generate", "x", "--draft", "org/none"], ["bench", "org/none"], ["tune", "org/none"],
-        ["eval-acceptance", "org/none"], ["eval-acceptance", "--mode", "replay", "--dump", "none"],
-        ["dump", "org/none", "--taps", "1", "--output", "dump"], ["diagnose", "org/none"],
-        ["validate", "org/none", "--level", "run"],
+        *([name, "-p", "none.jsonl"] for name in PROMPTED), ["diagnose", "tiny", "-p", "none.jsonl"],
+        ["validate", "tiny", "--level", "run", "-p", "none.jsonl"], ["generate", "x", "--draft", "org/none"],
+        *([name, "org/none"] for name in ("bench", "tune", "eval-acceptance", "diagnose")),
+        *([name, "org/none", "-t", "tiny"] for name in ("bench", "tune", "eval-acceptance", "diagnose")),
+        ["eval-acceptance", "--mode", "replay", "--dump", "none"],
+        ["dump", "org/none", "--taps", "1", "--output", "dump"], ["validate", "org/none", "--level", "run"],
+        ["generate", "x", "--tools", "none.json"], ["generate", "x", "--json-schema", "none.json"],
+        ["generate", "x", "--handoff-in", "none"], ["generate", "x", "--device-map", "none.json"],
+        ["tune", "--step-times", "none.json"], ["diagnose", "tiny", "--expected", "none.json"],
+        ["eval-acceptance", "--disaggregated", "--prefill-draft", "org/none"],
+        ["eval-acceptance", "--lock", "none.lock"],
+        ["probe", "http://127.0.0.1:9", "--result", "none.json"], ["report", "none.json"],
+        ["compare", "none.json", "none.json"],
     ),
-    5: (["eval-acceptance", "--workers", "2"],),
+    5: (
+        ["eval-acceptance", "--workers", "2"], ["generate", "x", "--tree", "4", "--draft", "tiny:dspark"],
+        ["tune", "tiny:dspark", "--tree", "4"], ["diagnose", "copy", "-t", "copy"],
+    ),
 }  # fmt: skip
 """Exit code -> commands that are refused before anything is loaded."""
 
 
 def test_refusals_come_before_torch(tmp_path: Path) -> None:
-    """One process without torch and Ray. A command that imports torch ends in another error than the expected one."""
+    """One process without torch and Ray. A command that imports torch ends in another error than the expected one.
+
+    No command says that it loads a pair, because nothing is loaded.
+    """
     script = "\n".join([
         "import json, sys, time", "sys.modules |= dict.fromkeys(('torch', 'ray'))", "from dflash_cli.main import main",
-        "for arguments in json.loads(sys.argv[1]):", "    sys.argv = ['dflash', '-q', *arguments]",
+        "for arguments in json.loads(sys.argv[1]):", "    sys.argv = ['dflash', *arguments]",
         "    started = time.process_time()", "    try: main()", "    except SystemExit as end:",
         "        print(json.dumps([arguments, end.code, time.process_time() - started]))",
     ])  # fmt: skip
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     (tmp_path / "there.jsonl").write_text("x")
+    (tmp_path / "bad.jsonl").write_text('{"promp": "x"}')
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "config.json").write_text('{"block_size": ')
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "whole-7.jsonl").touch()
+    shutil.copytree(tiny_directory() / "draft", tmp_path / "copy")
+    wide = shutil.copytree(tmp_path / "copy", tmp_path / "wide")
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
     wanted = [[arguments, code] for code, commands in REFUSED.items() for arguments in commands]
     done = python("-c", script, json.dumps([arguments for arguments, _ in wanted]), env=environment, cwd=tmp_path)
     assert [json.loads(line)[:2] for line in done.stdout.splitlines()] == wanted, done.stderr
-    assert "needs torch" not in done.stderr
+    told = [
+        line for line in done.stderr.splitlines() if "needs torch" in line or line.startswith(("loading", "asking"))
+    ]
+    assert not told
     slow = [line for line in done.stdout.splitlines() if json.loads(line)[2] > 2.0]
     assert not slow, "processor seconds, of which the first command imports most modules"
 
@@ -141,6 +191,33 @@ def test_words_are_completed(typed: str, expected: set[str], monkeypatch: pytest
     values = {"_DFLASH_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     monkeypatch.setattr(os, "environ", os.environ | values)
     assert set(support.run_main().out.split()) == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("dflash inspect tiny:d", {"tiny:dflash2", "tiny:dspark"}),
+        ("dflash validate tiny -e vllm@0.3", {f"vllm@0.3{digit}" for digit in "0123"}),
+        ("dflash explain C1", {f"C1{digit}" for digit in range(10)}),
+        ("dflash bench --dataset m", {"math500", "mbpp", "mt-bench"}),
+        ("dflash generate --draft-sa", {"--draft-sampling"}),
+        ("dflash prob", {"probe"}),
+    ],
+)
+def test_zsh_and_fish_are_given_words(
+    shell: str, typed: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The protocol of both shells: the line in a variable, words and their help as text. zsh reads escaped colons."""
+    monkeypatch.setenv("_DFLASH_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", typed)
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    offered = support.run_main().out
+    zsh = {word.replace("\\\\:", ":") for word in re.findall(r'(?:[(][(]|\n)"([^"]+)"', offered)}
+    assert (zsh if shell == "zsh" else {line.partition("\t")[0] for line in offered.splitlines()}) >= expected
+    assert len(offered.splitlines()) <= 2 * len(expected)
+    if typed == "dflash prob":
+        assert COMMANDS["probe"].summary[:15] in offered
 
 
 def test_words_come_from_what_is_registered() -> None:
@@ -210,11 +287,13 @@ def test_help_is_there_at_once(arguments: list[str], limit: float) -> None:
 FLAGS = {
     "--batch-size": "--concurrency", "--limit": "--num-prompts", "--num-samples": "--num-prompts",
     "--max_new_tokens": "--max-new-tokens", "--max-tokens": "--max-new-tokens", "--model": "--target",
-    "--MODEL": "--target", "--out": "--output",
+    "--MODEL": "--target", "--out": "--output", "--tp": "--tensor-parallel", "--cuda": "--device",
+    "--format": "--json", "--speculative-model": "--draft", "--gpu-memory": "--gpu-memory-utilization",
 }  # fmt: skip
 WORDS = {
     "eval": "eval-acceptance", "evaluate": "eval-acceptance", "serve": "serve-command", "check": "validate",
     "run": "generate", "publish": "report", "version": "env", "Validate": "validate", "benchmark": "bench",
+    "gen": "generate", "compare-results": "compare", "download": "pull",
 }  # fmt: skip
 """Flags and commands as people type them -> the ones that they mean."""
 
@@ -242,6 +321,14 @@ def test_wrong_use_is_one_plain_line_and_exit_2(arguments: list[str], id: str, f
     assert first.startswith("error: ")
     assert guess in ("", *first.split())
     assert all(item.startswith("hint: ") for item in rest)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["models"], ["profile"], *(["generate", "x", flag] for flag in ("--stream", "--tokenizer"))]
+)
+def test_a_name_that_is_only_alike_by_chance_is_not_guessed(arguments: list[str]) -> None:
+    done = support.run_main(*arguments)
+    assert (done.code, "?" in done.err) == (2, False)
 
 
 def test_nothing_typed_shows_help_as_wrong_use() -> None:

@@ -19,12 +19,13 @@ Thinking = Literal["on", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportPlan:
-    """A result to export, with facts that the result may lack: the name of the model, and whether it was thinking.
+    """A result to export, with facts that the result may lack: names on the hub, and whether the target was thinking.
 
     A format that `merges` adds its entry to the file `output`. `force` replaces an entry with another value.
     """
 
     stored: StoredEvaluation
+    draft: str | None = None
     model: str | None = None
     thinking: Thinking | None = None
     output: Path | None = None

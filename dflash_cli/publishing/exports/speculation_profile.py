@@ -24,7 +24,11 @@ class SpeculationProfile(ExportFormat):
     title: ClassVar[str] = "speculation_profile.json of Model-Optimizer"
 
     def _export(self, request: ExportPlan) -> Exported:
-        return Exported(json.dumps(profile(request.evaluation), indent=2, ensure_ascii=False) + "\n")
+        found = profile(request.evaluation)
+        for key, name in (("draft_checkpoint", request.draft), ("target_model", request.model)):
+            if name is not None and found[key] is not None:
+                found[key] |= {"name": name}
+        return Exported(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
 
 
 def profile(evaluation: Evaluation) -> dict[str, Any]:

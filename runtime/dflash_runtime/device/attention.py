@@ -8,7 +8,6 @@ causal draft runs on a backend that has only causal attention.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dflash_kernels.delta_blocks import MAX_TREE_ROWS
 from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError
 
@@ -55,10 +54,13 @@ class Need:
         return f"{kind} attention{window}{' with sinks' if self.has_sinks else ''}"
 
 
+MAX_RECURRENT_NODES = 63
+"""One less than `delta_blocks.MAX_TREE_ROWS`. Refusals that come early import no kernels."""
+
 BACKENDS: Mapping[str, Capability] = {
     "reference": Capability(),
     "triton": Capability(
-        dtypes=frozenset({"float32", "bfloat16"}), max_head_dim=512, max_recurrent_nodes=MAX_TREE_ROWS - 1
+        dtypes=frozenset({"float32", "bfloat16"}), max_head_dim=512, max_recurrent_nodes=MAX_RECURRENT_NODES
     ),
 }
 """Both backends compute every mask, window and sink, and store KV in FP8. GPUs below compute capability 8.9 convert FP8
@@ -80,7 +82,7 @@ def check_capability(
     """Refuse a pair, or a draft alone, if a layer needs attention that the backend lacks.
 
     With `has_fp8_pages`, also refuse a backend without KV in FP8, and a target that keeps its own cache. With
-    `num_tree_nodes` above 0, also refuse what cannot verify trees of this size; see `_check_trees`.
+    `num_tree_nodes` above 0, also refuse what cannot verify trees of this size; see `check_trees`.
 
     Raises:
         UnsupportedError: names the layer, its attention, and the backends that compute it.
@@ -94,7 +96,8 @@ def check_capability(
     if has_fp8_pages:
         _check_fp8_pages(backend, target, backends)
     if num_tree_nodes:
-        _check_trees(capability, target, draft, num_tree_nodes, recurrent_rows)
+        check_trees(target, draft)
+        _check_recurrent_trees(capability, target, num_tree_nodes, recurrent_rows)
     for need in _needs(target, draft):
         if not capability.can(need):
             able = [name for name, other in backends.items() if other.can(need)]
@@ -133,28 +136,12 @@ def _check_fp8_pages(backend: str, target: TargetConfig | None, backends: Mappin
         )  # fmt: skip
 
 
-def _check_trees(
-    capability: Capability, target: TargetConfig | None, draft: DraftConfig | None, num_nodes: int, recurrent_rows: str
-) -> None:
-    """Refuse wide or exact trees for recurrent layers, a target with its own cache, and a draft with a Markov head.
+def check_trees(target: TargetConfig | None, draft: DraftConfig | None) -> None:
+    """Refuse trees for a target with its own cache, and for a draft with a Markov head, whatever the backend.
 
     Raises:
-        UnsupportedError: names the layers or the draft's family.
+        UnsupportedError: names the target's type or the draft's family.
     """
-    most = capability.max_recurrent_nodes
-    is_at_once = target is not None and target.recurrence is not None and most is not None
-    if is_at_once and recurrent_rows == "exact":
-        raise UnsupportedError(
-            "Triton kernels run all rows of a tree at once, whose sums may round differently",
-            id="tree-rows-not-exact", field="--recurrent-rows", found="exact", expected="auto or at-once beside --tree",
-            hint="leave out --recurrent-rows, or --kernels reference",
-        )  # fmt: skip
-    if target is not None and is_at_once and most is not None and num_nodes > most:
-        raise UnsupportedError(
-            f"the {target.model_type} target has recurrent layers, whose kernels hold the square of a tree's rows",
-            id="tree-too-wide-for-recurrent-layers", field="--tree", found=num_nodes, expected=f"at most {most}",
-            hint=f"--tree {most}",
-        )  # fmt: skip
     if target is not None and target.own_cache is not None:
         raise UnsupportedError(
             f"the {target.model_type} target keeps KV in its own cache, and dflash verifies trees only over KV pages",
@@ -165,6 +152,31 @@ def _check_trees(
             f"a {draft.family} draft chooses each token after all tokens before it, and --tree needs one distribution "
             "per position or per pair of tokens, as DFlash and DFlash 2 drafts give them",
             id="tree-of-markov-draft", field="--tree", found=draft.family, hint="leave out --tree",
+        )  # fmt: skip
+
+
+def _check_recurrent_trees(
+    capability: Capability, target: TargetConfig | None, num_nodes: int, recurrent_rows: str
+) -> None:
+    """Refuse trees of recurrent layers that are wider than a backend's kernels, or that must be exact.
+
+    Raises:
+        UnsupportedError: names the layers.
+    """
+    most = capability.max_recurrent_nodes
+    if target is None or target.recurrence is None or most is None:
+        return
+    if recurrent_rows == "exact":
+        raise UnsupportedError(
+            "Triton kernels run all rows of a tree at once, whose sums may round differently",
+            id="tree-rows-not-exact", field="--recurrent-rows", found="exact", expected="auto or at-once beside --tree",
+            hint="leave out --recurrent-rows, or --kernels reference",
+        )  # fmt: skip
+    if num_nodes > most:
+        raise UnsupportedError(
+            f"the {target.model_type} target has recurrent layers, whose kernels hold the square of a tree's rows",
+            id="tree-too-wide-for-recurrent-layers", field="--tree", found=num_nodes, expected=f"at most {most}",
+            hint=f"--tree {most}",
         )  # fmt: skip
 
 

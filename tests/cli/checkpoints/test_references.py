@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from dflash_cli.checkpoints.hub import explained
-from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, is_hub_id, tiny_directory
+from dflash_cli.checkpoints.references import (
+    TINY,
+    Role,
+    fetch_directory,
+    find_checkpoint,
+    is_bundled,
+    is_hub_id,
+    tiny_directory,
+)
 from dflash_cli.checkpoints.slow_answers import HubUnreachable
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
@@ -218,5 +226,32 @@ def test_the_bundled_pair() -> None:
 
 @pytest.mark.parametrize("reference", ["", "~nobody/x/y", "org/repo/extra", "../up/there", "org//repo", "http://x/y"])
 def test_other_texts_are_not_references(reference: str) -> None:
-    with refuses(CheckpointNotFound, "not-a-reference", path=reference):
+    with refuses(CheckpointNotFound, "not-a-reference", path=reference or "''"):
         fetch_directory(reference, Role.DRAFT)
+
+
+def test_a_directory_without_a_checkpoint_does_not_hide_the_bundled_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(TINY).mkdir()
+    assert is_bundled(TINY)
+    assert fetch_directory(TINY, Role.DRAFT) == tiny_directory() / "draft"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("tiny:dflsh2", "tiny:dflash2"), ("tiny:x", "tiny:dspark"), ("runs/drft", "runs/draft"),
+     ("./runs/drft", "runs/draft")],
+)  # fmt: skip
+def test_a_mistyped_reference_is_guessed(
+    typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`runs/drft` may also name a repository of the hub, which is turned off here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "runs" / "draft").mkdir(parents=True)
+    for find in (fetch_directory, find_checkpoint):
+        with pytest.raises(CheckpointNotFound) as caught:
+            find(typed, Role.DRAFT)
+        assert meant in (caught.value.hint or "")

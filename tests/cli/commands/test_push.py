@@ -114,8 +114,8 @@ def test_branches_and_pull_requests(push: Push, server: hub.LocalHub, folder: Pa
 def test_a_draft_of_the_hub_is_refused_with_the_command_that_downloads_it(server: hub.LocalHub, tmp_path: Path) -> None:
     env = hub.environment(server, tmp_path / "home")
     for draft, command in {
-        "acme/d": "hf download acme/d --local-dir d",
-        "acme/d@v2": "hf download acme/d --revision v2 --local-dir d",
+        "acme/d": "dflash pull acme/d",
+        "acme/d@v2": "dflash pull acme/d@v2",
     }.items():
         refused = hub.refusal("push", draft, REPO, env=env)
         assert refused["code"] == 2
@@ -127,7 +127,11 @@ def test_the_hint_of_another_drafts_result_names_the_target(server: hub.LocalHub
     write_evaluation(result, drawn_evaluation())
     options = ("--level", "headers", "--result", result, "--target", "tiny", "--yes")
     refused = hub.refusal(
-        "push", tiny_directory() / "draft", REPO, *options, env=hub.environment(server, tmp_path / "home")
+        "push",
+        tiny_directory() / "draft",
+        REPO,
+        *options,
+        env=hub.environment(server, tmp_path / "home") | {"HF_TOKEN": WRITER},
     )
     assert (refused["code"], refused["id"]) == (3, "result-of-another-draft")
     assert "--target tiny --json" in refused["hint"]
@@ -149,6 +153,8 @@ def test_the_card_and_the_profile_come_from_the_result(push: Push, server: hub.L
     assert "base_model: org/target" in card
     assert f"{evaluation.total.counts.acceptance_len:.3f}" in card
     assert str(folder) not in card + profile
+    named = [json.loads(profile)[key]["name"] for key in ("draft_checkpoint", "target_model")]
+    assert named == [REPO, "org/target"]
     assert json.loads(profile)["mean_accept_length"] == round(evaluation.total.counts.acceptance_len or 0, 6)
     assert changes(done)["speculation_profile.json"] == "new"
     assert (folder / "README.md").read_text() == "---\nlicense: mit\n---\n# A draft\n"
@@ -189,6 +195,20 @@ def test_files_that_are_not_published(
     assert push("--include", name, "--dry-run").code == (
         0 if is_code or name in (".env", "other.safetensors") else code
     )
+
+
+def test_the_target_on_the_hub_names_the_target_and_the_next_command_is_printed(
+    push: Push, server: hub.LocalHub, folder: Path
+) -> None:
+    server.add("acme/model", tiny_directory() / "target")
+    evaluation, result = drawn_evaluation(), folder.parent / "result.json"
+    own = identify(Checkpoint(folder), "")
+    write_evaluation(result, replace(evaluation, measured=replace(evaluation.measured, draft=own)))
+    done = push("--yes", "--force", "--result", result, "--target", "acme/model@main", "--engine", "vllm")
+    assert (done.code, done.notices[-1]) == (0, "next-command"), done.err
+    assert done.err.endswith("dflash serve-command acme/new --target acme/model --engine vllm\n")
+    assert json.loads(server.repos[REPO]["speculation_profile.json"])["target_model"]["name"] == "acme/model"
+    assert b"base_model: acme/model" in server.repos[REPO]["README.md"]
 
 
 def test_links_out_of_the_folder_are_refused(push: Push, folder: Path) -> None:

@@ -247,7 +247,6 @@ def test_a_file_with_a_k_beyond_the_draft_s_is_named_with_those_that_fit(tmp_pat
         (["--resume"], "--resume", None),
         (["--confidence", "1"], "--confidence", 1.0),
         (["--what-if", "draft=fp7"], "--what-if", "draft=fp7"),
-        (["--output", "no/such/folder"], "--output", "no/such/folder"),
     ],
 )
 def test_invalid_options_are_refused(

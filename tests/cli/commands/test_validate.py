@@ -116,12 +116,12 @@ class TestCommand:
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt_token_ids": [index]}) + "\n" for index in range(40)))
         drawn = {}
-        made_up = run_settings(tmp_path, DiagnosisOptions(max_new_tokens=8), observe=lambda *_: None)
-        assert (made_up.prompts(), made_up.budget.num_prompts) == (None, 32)
+        made_up = run_settings(tmp_path, DiagnosisOptions(max_new_tokens=8))
+        assert (made_up.prompts, made_up.budget.num_prompts) == (None, 32)
         for count in (None, 5):
             request = DiagnosisOptions(prompts=prompts, num_prompts=count, max_new_tokens=8)
-            settings = run_settings(tmp_path, request, observe=lambda *_: None)
-            drawn[count] = settings.prompts()
+            settings = run_settings(tmp_path, request)
+            drawn[count] = settings.prompts
         assert drawn[None] == [[index] for index in range(40)]
         assert drawn[5] is not None
         assert len(drawn[5]) == 5

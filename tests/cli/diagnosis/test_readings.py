@@ -38,7 +38,7 @@ def run(draft: Path, *factors: str, num_prompts: int = 16, prompts: Any = None, 
     budget = SearchBudget(
         num_prompts=num_prompts, max_new_tokens=max_new_tokens, factors=frozenset(factors) if factors else None
     )
-    settings = RunSettings(EngineConfig(max_num_requests=32), budget, lambda *_: None, lambda: prompts)
+    settings = RunSettings(EngineConfig(max_num_requests=32), budget, prompts=prompts)
     return validate_running(ValidationPlan(draft=draft, target=TARGET, target_reference=TINY), settings)
 
 

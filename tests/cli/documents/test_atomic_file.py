@@ -24,6 +24,20 @@ def test_existing_outputs_are_refused_without_force(tmp_path: Path) -> None:
         check_output(dangling, force=False)
 
 
+def test_a_folder_that_takes_no_files_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked of the system, because root may write everywhere. A device needs no writable folder."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with refuses(UsageError, "permission-denied", path=tmp_path):
+        check_output(tmp_path / "out", force=True)
+    check_output(Path(os.devnull), force=False)
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with refuses(UsageError, "output-is-directory", path=tmp_path):
+        check_output(tmp_path, force=True)
+    check_output(tmp_path, force=True, is_folder=True)
+
+
 def test_a_missing_folder_is_refused_even_with_force(tmp_path: Path) -> None:
     parent = tmp_path / "a" / "b"
     with refuses(UsageError, "no-parent-directory", path=parent) as caught:

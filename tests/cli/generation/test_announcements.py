@@ -1,6 +1,8 @@
 """The limit of low acceptance, and the command that is suggested then."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -36,18 +38,12 @@ def test_the_next_command_has_the_real_names(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("draft", "target", "names"),
-    [(None, None, ["tiny", "tiny"]), ("tiny:reduced", None, ["tiny:reduced", "tiny"]), ("org/d", None, ["org/d"]),
-     ("org/d", "org/t", ["org/d", "org/t"])],
+    ("draft", "options", "words"),
+    [("org/d", {}, ["draft", "org/d", "target", "org/t"]), (None, {"device": "cpu"}, ["target", "org/t", "cpu"]),
+     ("org/d", {"plain": True}, ["target", "org/t"])],
 )  # fmt: skip
 def test_loading_is_announced(
-    draft: str | None, target: str | None, names: list[str], capsys: pytest.CaptureFixture[str]
+    draft: str | None, options: Mapping[str, Any], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    announce_loading(draft, target)
-    assert re.findall(r"tiny\S*|org/\S*", capsys.readouterr().err) == names
-
-
-def test_a_plain_run_loads_only_the_target(capsys: pytest.CaptureFixture[str]) -> None:
-    announce_loading(None, "org/t", plain=True, device="cpu")
-    line = capsys.readouterr().err
-    assert [name in line.split() for name in ("org/t", "cpu", "draft")] == [True, True, False]
+    announce_loading({"draft": draft, "target": "org/t"}, **options)
+    assert re.findall(r"draft|target|cpu|org/\S*", capsys.readouterr().err) == words

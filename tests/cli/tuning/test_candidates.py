@@ -9,7 +9,8 @@ from dflash_cli.acceptance.measure import EvaluationPlan, measure
 from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import open_session
 from dflash_cli.generation.prompt_source import PromptSource
-from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers, measure_candidate
+from dflash_cli.tuning.candidate_runs import measure_candidate
+from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers
 from dflash_cli.tuning.speed import smallest
 from dflash_runtime.errors import RequestError, UsageError
 from dflash_runtime.scheduling.request import SamplingParams

@@ -13,12 +13,8 @@ from dflash_cli.generation.loaded_pair import open_session
 from dflash_cli.terminal import documentation
 from dflash_cli.tuning.candidates import Candidate, candidates_for
 from dflash_cli.tuning.speed import smallest, speed_request
-from dflash_cli.tuning.step_costs import (
-    check_complete,
-    measure_step_costs,
-    num_timed_rounds,
-    read_step_costs,
-)
+from dflash_cli.tuning.step_costs import check_complete, read_step_costs
+from dflash_cli.tuning.step_timing import measure_step_costs, num_timed_rounds
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import MISSING, CheckpointNotFound, UsageError

@@ -9,8 +9,9 @@ from torch import Tensor
 from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import PairSession, open_session
 from dflash_cli.tuning import tuner
+from dflash_cli.tuning.rounded_pairs import changes_nothing, rounded
 from dflash_cli.tuning.roundings import to_fp8
-from dflash_cli.tuning.what_if import FORMATS, WhatIf, changes_nothing, parse_what_ifs, rounded
+from dflash_cli.tuning.what_if import FORMATS, WhatIf, parse_what_ifs
 from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.errors import UnsupportedError, UsageError
