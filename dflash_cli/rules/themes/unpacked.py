@@ -34,6 +34,9 @@ COARSE_LEVELS = 5
 """Levels of a matrix with one scale, or one per row, that are surely too few: 3 bits hold four, and zero."""
 
 SAMPLE, MIN_SAMPLE, MIN_GROUP, GRID_SHARE = 1 << 16, 128, 32, 0.98
+FIRST_COLUMNS = 16
+"""Columns of each piece that are enough to see that most matrices are on no grid."""
+
 SAME_LARGEST = 0.9
 """Share of the rows whose largest value is the same, by size. Rows of trained matrices differ."""
 
@@ -136,13 +139,21 @@ def _groups(sizes: "torch.Tensor") -> "list[torch.Tensor]":
 
 
 def _levels(pieces: "torch.Tensor") -> int:
-    """The levels that nearly every piece has at most. Pieces that are mostly zero say nothing."""
-    import torch
+    """The levels that nearly every piece has at most. Pieces that are mostly zero say nothing.
 
+    A count above MOST_LEVELS may be that of the first columns, which have no more levels than all columns.
+    """
     telling = pieces[(pieces > 0).sum(dim=1) > MOST_LEVELS]
     if not len(telling):
         return 0
-    ordered = telling.sort(dim=1).values
+    count = _count_levels(telling[:, :FIRST_COLUMNS])
+    return count if count > MOST_LEVELS else _count_levels(telling)
+
+
+def _count_levels(pieces: "torch.Tensor") -> int:
+    import torch
+
+    ordered = pieces.sort(dim=1).values
     counts = 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
     return int(torch.quantile(counts.float(), GRID_SHARE, interpolation="higher"))
 
