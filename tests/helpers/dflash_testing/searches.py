@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_cli.diagnosis import readings
+from dflash_cli.diagnosis import further_training, readings
 from dflash_cli.diagnosis.run_settings import SearchBudget
 
 
@@ -12,7 +12,7 @@ def shorten_search(monkeypatch: pytest.MonkeyPatch, *factors: str) -> None:
     The screen still tries every reading of the config, or every reading of these factors.
     """
     defaults = SearchBudget.__init__.__kwdefaults__ or {}
-    changed = {"lead_len": 24, "factors": frozenset(factors) or None}
+    changed = {"lead_len": 12, "factors": frozenset(factors) or None}
     monkeypatch.setattr(SearchBudget.__init__, "__kwdefaults__", {**defaults, **changed})
     monkeypatch.setattr(readings, "MAX_RUN", 2)
     monkeypatch.setattr(readings, "MAX_SUSPECTS", 1)
@@ -20,5 +20,6 @@ def shorten_search(monkeypatch: pytest.MonkeyPatch, *factors: str) -> None:
     monkeypatch.setattr(readings, "MAX_STRAINED", 1)
     monkeypatch.setattr(readings, "NUM_RARE_IDS", 16)
     monkeypatch.setattr(readings, "MIN_TEST_PROMPTS", 12)
-    monkeypatch.setattr(readings, "FEW_ANCHORS", 24)
-    monkeypatch.setattr(readings, "MANY_ANCHORS", 96)
+    monkeypatch.setattr(readings, "FEW_ANCHORS", 12)
+    monkeypatch.setattr(readings, "MANY_ANCHORS", 48)
+    monkeypatch.setattr(further_training, "LENGTHS", further_training.LENGTHS[1::2])
