@@ -49,7 +49,7 @@ from dflash_testing.refusals import refuses
 from dflash_testing.walking_drafts import KINDS, draft_model
 
 WIDE = torch.float64
-PARAMS = SamplingParams(max_new_tokens=24)
+PARAMS = SamplingParams(max_new_tokens=16)
 SCALES = {0: KVScales(0.013, 0.4), 2: KVScales(3.0, 0.07)}
 NUM_DRAFTS = 5
 
@@ -123,8 +123,15 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("scales", [{}, SCALES], ids=["unscaled", "scaled"])
-@pytest.mark.parametrize("engine", MODES, ids=str)
+@pytest.mark.parametrize(
+    ("engine", "scales"),
+    [
+        *((engine, SCALES) for engine in MODES),
+        (MODES[1], {}),
+        *(pytest.param(engine, {}, marks=pytest.mark.slow) for engine in MODES[::2]),
+    ],
+    ids=str,
+)
 def test_texts_and_drafts_equal_an_engine_that_rounds_by_reference(
     engine: dict[str, Any], scales: Mapping[int, KVScales]
 ) -> None:
