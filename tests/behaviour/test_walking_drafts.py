@@ -68,9 +68,7 @@ def test_a_trace_equals_the_plain_loop_under_every_mask(kind: str, mask: str) ->
     assert any(accepted for _, accepted in steps)
 
 
-@pytest.mark.parametrize(
-    "num_drafts", [1, 5, 11, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 8))]
-)
+@pytest.mark.parametrize("num_drafts", [1, 5, 11, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 8))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trace_equals_the_plain_loop_with_other_block_lengths(kind: str, num_drafts: int) -> None:
     """Fewer or more draft tokens than the draft was trained for."""

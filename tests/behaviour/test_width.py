@@ -204,7 +204,7 @@ def made_up(row_ms: float) -> StepTimes:
 def test_an_adaptive_run_has_the_text_of_plain_decoding(name: str, scheduling: str, sampling: dict[str, Any]) -> None:
     """Rows are so slow that the width falls when requests arrive and grows when they end."""
     prompts = short_prompts(5, name)
-    params = [SamplingParams(max_new_tokens=14 + 6 * index, **sampling) for index in range(5)]
+    params = [SamplingParams(max_new_tokens=17 + 8 * index, **sampling) for index in range(5)]
     wanted = texts(exact_llm(0, name, max_num_requests=5).generate(prompts, params))
     llm = exact_llm(name=name, scheduling=scheduling, max_num_requests=4, num_pages=24)
     llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(1.2), 7)
