@@ -143,7 +143,7 @@ def test_texts_and_drafts_equal_an_engine_that_rounds_by_reference(
     assert traces(found) != traces(other)
 
 
-@pytest.mark.parametrize("scales", [{}, SCALES], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("scales", [pytest.param({}, marks=pytest.mark.slow), SCALES], ids=["unscaled", "scaled"])
 def test_text_equals_plain_decoding_in_fp8(scales: Mapping[int, KVScales]) -> None:
     """Also one prompt at a time, and with prompts cut into chunks: every row sees the same rounded keys."""
     wanted = ids(make_llm(is_plain=True, kv_scales=scales, max_num_requests=1))

@@ -154,7 +154,7 @@ def test_parameters_of_the_decay_are_rounded_as_by_transformers(dtype: torch.dty
         assert torch.equal(ours.mixer.norm, theirs.linear_attn.norm.weight)
 
 
-@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize("scheduling", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_a_text_goes_on_in_another_engine(hybrid: Hybrid, scheduling: str) -> None:
     given = hybrid.prompts(*LENGTHS)
     one, sender, receiver = (
@@ -202,7 +202,7 @@ def test_a_state_that_cannot_be_copied_ends_its_request(hybrid: Hybrid, monkeypa
     assert set(connector.saved) == {"00001"}
 
 
-@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize("scheduling", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_preempted_requests_begin_again(hybrid: Hybrid, scheduling: str) -> None:
     given = hybrid.prompts(20, 21, 22, 23)
     llm = random_llm(

@@ -181,6 +181,7 @@ def test_options_of_several_gpus_exclude_others() -> None:
             EvaluationRequest(draft="tiny", tensor_parallel=2, **changes).check()
 
 
+@pytest.mark.slow
 def test_acceptance_is_measured_on_several_ranks() -> None:
     """Two prompts of the bundled pair in float64: the same acceptance length as in one process."""
     lengths = []

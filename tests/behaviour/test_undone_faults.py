@@ -74,7 +74,7 @@ def undoing(kind: Kind, strength: Any, family: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "strength"),
     [
-        pytest.param(*case, id=f"{case[0].name}-{case[1]}", marks=[pytest.mark.slow] if index % 24 else [])
+        pytest.param(*case, id=f"{case[0].name}-{case[1]}", marks=[pytest.mark.slow] if index % 48 else [])
         for index, case in enumerate(UNDONE)
     ],
 )

@@ -145,7 +145,7 @@ def test_steps_equal_a_loop_over_transformers(compared: Compared, engine: dict[s
         assert [(step.draft_ids, step.num_accepted) for step in output.drafts[:-1]] == steps[: len(output.drafts) - 1]
 
 
-@pytest.mark.parametrize("scheduling", ["sync", "async"])
+@pytest.mark.parametrize("scheduling", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_preempted_requests_begin_again(compared: Compared, scheduling: str) -> None:
     given = compared.prompts(20, 21, 22, 23)
     llm = random_llm(

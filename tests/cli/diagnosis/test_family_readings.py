@@ -43,7 +43,7 @@ OF_TENSORS = [
 @pytest.mark.parametrize(
     ("family", "kind", "strength"),
     [
-        pytest.param(*case, id=f"{case[1].name}-{case[2]}", marks=[pytest.mark.slow] if index % 4 else [])
+        pytest.param(*case, id=f"{case[1].name}-{case[2]}", marks=[pytest.mark.slow] if index % 8 else [])
         for index, case in enumerate(OF_TENSORS)
     ],
 )
