@@ -59,6 +59,7 @@ def test_forwards_in_pieces_change_no_result(has_draft: bool) -> None:
     assert len(pieces.captured) >= 2
 
 
+@pytest.mark.interpreter
 def test_rooms_for_prompts_change_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A capture beside a later chunk of a prompt does not advance the prompt's states: at first every step captures."""
     monkeypatch.setattr(limits, "RIDGE_ROWS", 24)
@@ -70,7 +71,7 @@ def test_rooms_for_prompts_change_no_result(monkeypatch: pytest.MonkeyPatch, tmp
         if hasattr(layer.mixer, "log_rate"):
             layer.mixer.log_rate.fill_(-6.0)  # states that last: others hide the fault
     given = random_prompts((3, 4, 5, 40), target.config.vocab_size)
-    settings: dict[str, Any] = {"max_num_requests": 3, "page_size": 8, "num_pages": 60, "kernels": "reference"}
+    settings: dict[str, Any] = {"max_num_requests": 3, "page_size": 8, "num_pages": 60, "kernels": "triton"}
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 6, 1, 4)]
     wanted = traces(random_llm(target, None, 0, **settings).generate(given, params))
     llm = random_llm(target, None, 0, **settings)

@@ -44,7 +44,7 @@ def small_llm(*, has_draft: bool = False, **engine: Any) -> LLM:
     heads: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1}
     target = random_target(num_layers=2, max_position_embeddings=64, windows=(None, 20), **heads)
     draft = random_draft(target, block_size=4, target_layer_ids=(0,), num_layers=1, **heads) if has_draft else None
-    settings: dict[str, Any] = {"max_num_requests": 5, "page_size": 8, "num_pages": 60, "kernels": "reference"}
+    settings: dict[str, Any] = {"max_num_requests": 5, "page_size": 8, "num_pages": 60, "kernels": "triton"}
     return random_llm(target, draft, 3 if has_draft else 0, **(settings | engine))
 
 
@@ -77,8 +77,8 @@ def num_rooms(graphs: StandInGraphs) -> int:
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_a_room_changes_no_result(sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first run steps are captured. The second run only replays them. Some prompts need several steps."""
-    wanted = traces(small_llm(kernels="triton").generate(PROMPTS, answers(**sampling)))
-    llm = small_llm(kernels="triton")
+    wanted = traces(small_llm().generate(PROMPTS, answers(**sampling)))
+    llm = small_llm()
     with_stand_ins(llm)
     seen = watch(llm, monkeypatch)
     for _ in range(2):
@@ -87,6 +87,7 @@ def test_a_room_changes_no_result(sampling: dict[str, Any], monkeypatch: pytest.
     llm.engine.scheduler.check_integrity()
 
 
+@pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
 def test_plain_steps_with_prompts_write_context_kv_too() -> None:
     """An engine that drafts in other steps then has the same drafts and the same KV."""
@@ -108,6 +109,7 @@ def test_plain_steps_with_prompts_write_context_kv_too() -> None:
         assert expected.any()
 
 
+@pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
 def test_a_step_with_too_many_prompts_runs_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three short prompts arrive at once, and the room is for two."""
@@ -122,6 +124,7 @@ def test_a_step_with_too_many_prompts_runs_another_way(monkeypatch: pytest.Monke
     assert [len(batch.chunks) for batch in seen[False]] == [3]
 
 
+@pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
 def test_a_step_with_a_resumed_request_runs_another_way() -> None:
     prompts, params = random_prompts([9] * 5, 97), SamplingParams(max_new_tokens=10)
