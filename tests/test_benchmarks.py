@@ -68,6 +68,7 @@ def test_experts_are_timed_in_each_way(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert floors[1] > 2 * floors[0]  # a block uses more experts than one row, and the draft is read too
 
 
+@pytest.mark.slow
 def test_shared_experts_are_timed_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     given = [*SMALL, "--shape", "small-shared", "--batches", "1", "--rows", "3", "--ways", "one_by_one,grouped"]
     monkeypatch.setattr(sys, "argv", ["experts.py", *given])

@@ -165,7 +165,7 @@ def test_shown_output_is_compared_but_for_its_numbers() -> None:
     ("document", "is_whole"),
     [
         ("README.md", False),
-        ("docs/tutorial.md", False),
+        pytest.param("docs/tutorial.md", False, marks=pytest.mark.slow),
         ("docs/how-to/replay.md", False),
         ("docs/how-to/lock.md", False),
         ("docs/how-to/gguf.md", False),

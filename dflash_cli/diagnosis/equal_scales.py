@@ -7,6 +7,7 @@ times 4 equals a gate_proj and an up_proj times 4, and also a gate_proj and a do
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import combinations
 
 from dflash_cli.diagnosis.weight_orders import DOWN, GATE, KEY, OUT, QUERY, UP, VALUE
@@ -51,6 +52,9 @@ OUTSIDE = (*ENDS, EMBEDDING, LOGITS)
 MOST_PARTS = 2
 """Parts of an equal scale. More parts, with one factor, are one mistake less often."""
 
+Product = frozenset[tuple[str, int]]
+"""The scaled products of the network, each with the number of times that the factor multiplies it."""
+
 
 def equal_scales(parts: Sequence[str], factor: float, where: Where, config: DraftConfig) -> list[tuple[str, ...]]:
     """Every set of parts that has the effect of `parts` if it is multiplied by the same factor, small sets first.
@@ -58,13 +62,11 @@ def equal_scales(parts: Sequence[str], factor: float, where: Where, config: Draf
     The given set is among them, unless it is larger than MOST_PARTS and unlike every other.
     """
     effects = _effects(factor, config)
-    wanted = _product(parts, effects, factor)
+    wanted = _product(parts, effects, factor > 0)
     if not wanted or any(part not in effects for part in parts):
         return [tuple(parts)]
-    able = [part for part, of in effects.items() if of and (_is_everywhere(where, config) or part not in OUTSIDE)]
-    sets = (chosen for count in range(1, MOST_PARTS + 1) for chosen in combinations(able, count))
-    found = [chosen for chosen in sets if _product(chosen, effects, factor) == wanted]
-    return found if any(set(chosen) == set(parts) for chosen in found) else [*found, tuple(parts)]
+    found = _sets_by_product(tuple(effects.items()), factor > 0, _is_everywhere(where, config)).get(wanted, [])
+    return found[:] if any(set(chosen) == set(parts) for chosen in found) else [*found, tuple(parts)]
 
 
 def scaled_values(parts: Sequence[str], factor: float, where: Where, config: DraftConfig) -> str:
@@ -112,9 +114,22 @@ def _effects(factor: float, config: DraftConfig) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _product(parts: Sequence[str], effects: Mapping[str, tuple[str, ...]], factor: float) -> Mapping[str, int]:
+@cache
+def _sets_by_product(
+    effects: tuple[tuple[str, tuple[str, ...]], ...], is_positive: bool, is_everywhere: bool
+) -> Mapping[Product, list[tuple[str, ...]]]:
+    """Product -> the sets of up to MOST_PARTS parts that have it, small sets first."""
+    able = [part for part, of in effects if of and (is_everywhere or part not in OUTSIDE)]
+    found: dict[Product, list[tuple[str, ...]]] = {}
+    for count in range(1, MOST_PARTS + 1):
+        for chosen in combinations(able, count):
+            found.setdefault(_product(chosen, dict(effects), is_positive), []).append(chosen)
+    return found
+
+
+def _product(parts: Sequence[str], effects: Mapping[str, tuple[str, ...]], is_positive: bool) -> Product:
     counts = Counter(effect for part in parts for effect in effects.get(part, ()))
-    return counts if factor > 0 else {effect: 1 for effect, count in counts.items() if count % 2}
+    return frozenset(counts.items() if is_positive else ((effect, 1) for effect in counts if counts[effect] % 2))
 
 
 def _is_everywhere(where: Where, config: DraftConfig) -> bool:

@@ -196,7 +196,7 @@ def test_it_accepts_as_much_as_the_draft_it_was_made_from(converted: Path) -> No
 def test_a_wrong_value_is_diagnosed_under_its_key(
     converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shorten_search(monkeypatch)
+    shorten_search(monkeypatch, "taps")
     monkeypatch.setattr(alternatives, "FAMILIES", alternatives.FAMILIES[:1])
     draft = falsify(converted, tmp_path / "draft", lambda config: config["taps"].update(after_layers=[2, 4, 5, 6]))
     options = ("--target", "tiny", "--num-prompts", 8, "-n", 32, "--device", "cpu")

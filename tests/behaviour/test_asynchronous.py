@@ -112,7 +112,7 @@ def test_drafting_switched_off_and_on_again_keeps_its_context(name: str) -> None
     assert tuple(item.output_token_ids) == plain.token_ids
     assert sum(step.num_committed for step in item.steps) == 50 - 1 - 3
     whole = item.prompt_token_ids + tuple(item.output_token_ids)
-    for step in item.steps:
+    for step in item.steps[::2]:
         fresh = bundled_llm(draft, 7, dtype=torch.float64)
         anchor_at = len(item.prompt_token_ids) + step.start
         again = fresh.generate([whole[: anchor_at - 1]], SamplingParams(max_new_tokens=2))[0]

@@ -83,7 +83,7 @@ def test_tokens_of_fewer_positions_are_the_first_of_all(draft_sampling: str, mon
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_triton_equals_the_references(temperature: float) -> None:
     found = []
     for kernels in ("reference", "triton"):

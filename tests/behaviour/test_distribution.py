@@ -154,7 +154,7 @@ def test_distribution_of_three_tokens_from_trees(name: str) -> None:
     check("greedy", name, 2_000, num_nodes=9)
 
 
-@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("draft_sampling", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
 def test_distribution_of_a_hybrid_target(draft_sampling: str) -> None:
     check(draft_sampling, "T 1.5, top-k 4, top-p 0.9", 2_000, kind="hybrid")
 

@@ -85,7 +85,7 @@ def partial(home: Path) -> set[str]:
     return {item.name for item in home.glob(".rows.jsonl.tmp-*")}
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [1, pytest.param(200, marks=pytest.mark.slow)])
 def test_no_answer_is_lost_whenever_it_is_killed(num_kills: int, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, __file__, str(num_kills), "0", tmp_path],

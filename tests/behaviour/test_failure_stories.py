@@ -48,10 +48,10 @@ def test_any_number_of_rows_at_full_load() -> None:
     """vllm#50065, TensorRT-LLM#17154: buffers sized for one batch and used by another."""
     target = random_target(torch.float64)
     draft = random_draft(target, torch.float64)
-    prompts = random_prompts([3, 9, 16, 17, 5] * 5, target.config.vocab_size)
-    params = SamplingParams(max_new_tokens=10)
+    prompts = random_prompts([3, 9, 16, 17, 5] * 4, target.config.vocab_size)
+    params = SamplingParams(max_new_tokens=7)
     wanted = random_llm(target, draft, 7, max_num_requests=1).generate(prompts, params)
-    for max_num_requests in (2, 3, 7, 8, 9, 16, 17):
+    for max_num_requests in (2, 3, 7, 8, 9, 17):
         llm = random_llm(target, draft, 7, max_num_requests=max_num_requests, scheduling="async")
         assert [output.drafts for output in llm.generate(prompts, params)] == [output.drafts for output in wanted]
 

@@ -34,14 +34,12 @@ SYNC: dict[str, Any] = {"scheduling": "sync"}
 CHUNKED: dict[str, Any] = {"scheduling": "async", "max_batched_tokens": 20}
 BY_DEFAULT = {
     "full": ("chunked", "sampled"),
-    "causal": ("sync", "sampled"),
     "sliding": ("chunked", "greedy"),
-    "reduced": ("sync", "greedy"),
     "dflash2": ("chunked", "sampled"),
     "dspark": ("sync", "greedy"),
     "anchor-first": ("chunked", "greedy"),
 }
-"""Mode and choice of the default case of each draft. The other cases are slow."""
+"""Mode and choice of the default case of drafts. The other cases are slow."""
 
 CASES = [
     pytest.param(
@@ -49,7 +47,7 @@ CASES = [
         engine,
         params,
         id=f"{draft}-{mode}-{choice}",
-        marks=[] if (mode, choice) == BY_DEFAULT[draft] else [pytest.mark.slow],
+        marks=[] if (mode, choice) == BY_DEFAULT.get(draft) else [pytest.mark.slow],
     )
     for draft in DRAFTS
     for mode, engine in (("sync", SYNC), ("chunked", CHUNKED))

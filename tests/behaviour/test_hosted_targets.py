@@ -24,6 +24,7 @@ from dflash_testing.pairs import (
     random_llm,
     random_prompts,
 )
+from dflash_testing.searches import shorten_search
 from dflash_testing.walking_drafts import draft_model, sample_of_all
 
 FAST = [*((kind, True) for kind in DEFAULT), (DEFAULT[0], False)]
@@ -178,7 +179,8 @@ class TestLabels:
         assert document["measured"]["target_runtime"] == "transformers"
         assert len(slow_warnings(err)) == 1
 
-    def test_validate(self, pair: tuple[object, ...]) -> None:
+    def test_validate(self, pair: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        shorten_search(monkeypatch, "rope")
         document, _ = run("validate", pair, "--level", "run", "-n", 8, code=3)
         assert document["search"]["target_runtime"] == "transformers"
         assert [note for note in document["notes"] if "olmoe" in note]

@@ -41,6 +41,7 @@ from dflash_testing.pairs import (
 )
 from dflash_testing.plain_loop import WholeText, plain_loop
 from dflash_testing.refusals import refuses
+from dflash_testing.searches import shorten_search
 from dflash_testing.walking_drafts import draft_model, sample_of_all
 
 KINDS = [kind if kind in OWN_CACHE_DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in OWN_CACHE]
@@ -229,7 +230,7 @@ def test_sampled_text_is_that_of_plain_decoding(models: Any) -> None:
 def test_a_text_goes_on_in_another_engine(models: Any, scheduling: str, num_tokens: int, *, is_random: bool) -> None:
     """The hand-off includes the state and the draft's context KV, and the steps equal the steps of a single engine."""
     _, target = models
-    lengths = (1, 2, 17, 17, 65)
+    lengths = (1, 2, 17, 17, 33)
     given, params = random_prompts(lengths, target.config.vocab_size), replace(PARAMS, max_new_tokens=num_tokens)
     known = None
     if not is_random:
@@ -375,8 +376,8 @@ class TestWithoutRestoring:
 def test_the_bundled_pair_gives_the_traces_of_the_native_target(name: str) -> None:
     target = load_target(open_target(tiny_directory() / "target"), placement(), "transformers-cache")
     draft = draft_model(name, target=target)
-    given = [prompt[:40] for prompt in bundled_prompts()[:6]]
-    params = SamplingParams(max_new_tokens=32)
+    given = [prompt[:40] for prompt in bundled_prompts()[:5]]
+    params = SamplingParams(max_new_tokens=20)
     settings: dict[str, Any] = {"max_num_requests": 4, "scheduling": "async", "prefix_cache": False}
     ours = random_llm(target, draft, NUM_DRAFTS, **settings)
     native = bundled_llm(draft_model(name), NUM_DRAFTS, **settings)
@@ -408,7 +409,8 @@ class TestLabels:
         assert measured["prefix_cache"] is False
         assert len([line for line in outcome.err.splitlines() if line.startswith("warning: ") and "lfm2" in line]) == 1
 
-    def test_validate(self, pair: tuple[object, ...]) -> None:
+    def test_validate(self, pair: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        shorten_search(monkeypatch, "rope")
         draft, *rest = pair
         outcome = support.invoke("validate", draft, *rest, "--level", "run", "-n", 8, "--json")
         assert outcome.code == 3, outcome.err

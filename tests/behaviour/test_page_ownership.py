@@ -24,7 +24,7 @@ SHORT: dict[str, Any] = {"scheduling": "async", "max_num_requests": 4, "num_page
     ("draft", "num_draft_tokens", "engine"),
     [
         ("tiny", 1, SHORT),
-        ("tiny", 3, ROOMY),
+        pytest.param("tiny", 3, ROOMY, marks=pytest.mark.slow),
         ("tiny", 7, SHORT),
         ("dflash2", 7, SHORT),
         ("dspark", 3, ROOMY),

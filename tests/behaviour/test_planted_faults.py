@@ -35,7 +35,7 @@ def sampled(keys: list[str], every: int) -> list[Any]:
     return [pytest.param(key, marks=[pytest.mark.slow] if index % every else []) for index, key in enumerate(keys)]
 
 
-@pytest.mark.parametrize("key", sampled([key for key, (_, case) in CASES.items() if not case.is_fault], 12))
+@pytest.mark.parametrize("key", sampled([key for key, (_, case) in CASES.items() if not case.is_fault], 24))
 def test_sound_variants_are_passed(key: str, tmp_path: Path) -> None:
     assert named_by(key, tmp_path) == set()
 
@@ -43,7 +43,7 @@ def test_sound_variants_are_passed(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key",
     sampled(
-        [key for key, (_, case) in CASES.items() if case.is_fault and case.right[0].startswith(FOUND_WITHOUT_A_RUN)], 8
+        [key for key, (_, case) in CASES.items() if case.is_fault and case.right[0].startswith(FOUND_WITHOUT_A_RUN)], 16
     ),
 )
 def test_faults_in_the_weights_are_named(key: str, tmp_path: Path) -> None:

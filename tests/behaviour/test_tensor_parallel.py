@@ -161,12 +161,12 @@ def test_four_ranks_share_two_kv_heads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "params"),
     [
-        ({"scheduling": "async", "max_num_requests": 3}, SamplingParams(max_new_tokens=16)),
-        ({"max_num_requests": 2, "max_batched_tokens": 9, "page_size": 4}, SamplingParams(max_new_tokens=16)),
-        ({"max_num_requests": 3, "num_pages": 12, "page_size": 8}, SamplingParams(max_new_tokens=24)),
-        ({"max_num_requests": 3}, SamplingParams(max_new_tokens=16, temperature=0.9, top_k=12, top_p=0.9, seed=3)),
+        ({"scheduling": "async", "max_num_requests": 3}, SamplingParams(max_new_tokens=10)),
+        ({"max_num_requests": 2, "max_batched_tokens": 9, "page_size": 4}, SamplingParams(max_new_tokens=10)),
+        ({"max_num_requests": 3, "num_pages": 12, "page_size": 8}, SamplingParams(max_new_tokens=12)),
+        ({"max_num_requests": 3}, SamplingParams(max_new_tokens=10, temperature=0.9, top_k=12, top_p=0.9, seed=3)),
         ({"max_num_requests": 2, "draft_sampling": "probabilistic", "seed": 4},
-         SamplingParams(max_new_tokens=16, temperature=0.8)),
+         SamplingParams(max_new_tokens=10, temperature=0.8)),
     ],
     ids=["async", "chunks", "few pages", "sampled", "sampled drafts"],
 )  # fmt: skip
@@ -194,7 +194,7 @@ def test_requests_are_preempted_on_all_ranks(two: RankThreads) -> None:
     def run(ranks: Ranks) -> tuple[Trace, int]:
         llm = split_llm(load_share(source, ranks), None, 0, ranks, max_num_requests=3, scheduling="async")
         found = {}
-        for number, delta in enumerate(llm.stream(prompts, SamplingParams(max_new_tokens=20)), start=1):
+        for number, delta in enumerate(llm.stream(prompts, SamplingParams(max_new_tokens=12)), start=1):
             if number % 9 == 0:
                 preempt_youngest(llm)
             if delta.output is not None:

@@ -121,7 +121,7 @@ def test_triton_equals_reference_with_trees() -> None:
     compare(({"draft_vocab_size": 40}, {"num_tree_nodes": 6}, {}), (5,), 3)
 
 
-@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("draft_sampling", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
 def test_triton_equals_reference_at_changing_widths(draft_sampling: str) -> None:
     """The widths are narrower than the block, as wide as the block, and 1, which is plain decoding."""
     compare(({}, {"draft_sampling": draft_sampling}, {"temperature": 1.0}), (3, 5), 5, (2, 3, 1, 4))

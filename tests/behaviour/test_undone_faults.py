@@ -62,6 +62,8 @@ def undoing(kind: Kind, strength: Any, family: str) -> list[str]:
     found = []
     for reading in weight_readings(WeightSpace(config, weights)):
         read = reading.rewrite(weights, config)
+        if any(read[name] is weights[name] for name in wrong):
+            continue
         if all(torch.allclose(read[name], right[name], atol=1e-6) for name in wrong) and all(
             read[name] is weights[name] or torch.equal(read[name], right[name]) for name in right
         ):
@@ -72,7 +74,7 @@ def undoing(kind: Kind, strength: Any, family: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "strength"),
     [
-        pytest.param(*case, id=f"{case[0].name}-{case[1]}", marks=[pytest.mark.slow] if index % 24 else [])
+        pytest.param(*case, id=f"{case[0].name}-{case[1]}", marks=[pytest.mark.slow] if index % 48 else [])
         for index, case in enumerate(UNDONE)
     ],
 )

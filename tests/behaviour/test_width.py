@@ -197,14 +197,14 @@ def made_up(row_ms: float) -> StepTimes:
 
 @pytest.mark.parametrize(
     ("name", "scheduling", "sampling"),
-    [("tiny", "sync", {}), ("tiny", "async", SAMPLED), ("dflash2", "async", SAMPLED), ("dspark", "async", {}),
-     ("anchor-first", "sync", {}), (HYBRID, "async", {})],
+    [pytest.param("tiny", "sync", {}, marks=pytest.mark.slow), ("tiny", "async", SAMPLED),
+     ("dflash2", "async", SAMPLED), ("dspark", "async", {}), ("anchor-first", "sync", {}), (HYBRID, "async", {})],
     ids=str,
 )  # fmt: skip
 def test_an_adaptive_run_has_the_text_of_plain_decoding(name: str, scheduling: str, sampling: dict[str, Any]) -> None:
     """Rows are so slow that the width falls when requests arrive and grows when they end."""
     prompts = short_prompts(5, name)
-    params = [SamplingParams(max_new_tokens=20 + 9 * index, **sampling) for index in range(5)]
+    params = [SamplingParams(max_new_tokens=17 + 8 * index, **sampling) for index in range(5)]
     wanted = texts(exact_llm(0, name, max_num_requests=5).generate(prompts, params))
     llm = exact_llm(name=name, scheduling=scheduling, max_num_requests=4, num_pages=24)
     llm.engine.scheduler.width_policy = AdaptiveWidth(made_up(1.2), 7)
@@ -230,7 +230,7 @@ def test_rows_without_cost_are_all_verified_and_slow_rows_are_not(row_ms: float)
 def test_a_draft_that_is_always_wrong_is_rarely_tried() -> None:
     target = random_target(num_layers=2, max_position_embeddings=400)
     prompt = tuple(random_prompts([20], target.config.vocab_size)[0])
-    params = SamplingParams(max_new_tokens=300)
+    params = SamplingParams(max_new_tokens=160)
     plain = random_llm(target, None, 0).generate([prompt], params)[0]
     draft = random_draft(target, target_layer_ids=(0, 1), num_layers=1)
     llm = random_llm(target, always_wrong(draft, prompt + plain.token_ids), 7, scheduling="async")
@@ -238,7 +238,7 @@ def test_a_draft_that_is_always_wrong_is_rarely_tried() -> None:
     output = llm.generate([prompt], params)[0]
     assert output.token_ids == plain.token_ids
     assert 5 < len(output.drafts) < 40
-    assert any(step.start > 200 for step in output.drafts)
+    assert any(step.start > 100 for step in output.drafts)
 
 
 def test_the_width_adapts_only_on_request_with_a_draft_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,8 +94,19 @@ AT_ONCE = pytest.param(delta_blocks, marks=pytest.mark.skipif(not HAS_TRITON, re
 
 
 @pytest.mark.parametrize("run", [*IMPLEMENTATIONS, AT_ONCE])
-@pytest.mark.parametrize("most", [0, 3, 9])
-@pytest.mark.parametrize("kept", [[5] * 4, [1] * 12, [1, 5, 2, 3, 1, 4, 5, 1]])
+@pytest.mark.parametrize(
+    ("kept", "most"),
+    [
+        ([1, 5, 2, 3, 1, 4, 5, 1], 3),
+        ([5] * 4, 0),
+        ([1] * 12, 9),
+        *(
+            pytest.param(kept, most, marks=pytest.mark.slow)
+            for kept, others in (([1, 5, 2, 3, 1, 4, 5, 1], (0, 9)), ([5] * 4, (3, 9)), ([1] * 12, (0, 3)))
+            for most in others
+        ),
+    ],
+)
 def test_blocks_equal_the_rule_whatever_is_rejected(run: Any, kept: list[int], most: int) -> None:
     rows, gates = inputs(sum(kept) + 5)
     found = run_blocks(run, rows, gates, kept, 5, most)

@@ -34,6 +34,9 @@ COARSE_LEVELS = 5
 """Levels of a matrix with one scale, or one per row, that are surely too few: 3 bits hold four, and zero."""
 
 SAMPLE, MIN_SAMPLE, MIN_GROUP, GRID_SHARE = 1 << 16, 128, 32, 0.98
+FIRST_PIECES, FIRST_COLUMNS = 128, 16
+"""Pieces, and columns of each, that are enough to see that most matrices are on no grid."""
+
 SAME_LARGEST = 0.9
 """Share of the rows whose largest value is the same, by size. Rows of trained matrices differ."""
 
@@ -136,15 +139,27 @@ def _groups(sizes: "torch.Tensor") -> "list[torch.Tensor]":
 
 
 def _levels(pieces: "torch.Tensor") -> int:
-    """The levels that nearly every piece has at most. Pieces that are mostly zero say nothing."""
+    """The levels that nearly every piece has at most. Pieces that are mostly zero say nothing.
+
+    More than MOST_LEVELS levels are not counted to the end: the first columns of some pieces show them.
+    """
     import torch
 
-    telling = pieces[(pieces > 0).sum(dim=1) > MOST_LEVELS]
-    if not len(telling):
+    is_telling = (pieces > 0).sum(dim=1) > MOST_LEVELS
+    num_telling = int(is_telling.sum())
+    if not num_telling:
         return 0
-    ordered = telling.sort(dim=1).values
-    counts = 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
+    few = pieces[:FIRST_PIECES, :FIRST_COLUMNS][is_telling[:FIRST_PIECES]]
+    if int((_count_levels(few) > MOST_LEVELS).sum()) >= num_telling - int(GRID_SHARE * (num_telling - 1)):
+        return MOST_LEVELS + 1
+    counts = _count_levels(pieces[is_telling])
     return int(torch.quantile(counts.float(), GRID_SHARE, interpolation="higher"))
+
+
+def _count_levels(pieces: "torch.Tensor") -> "torch.Tensor":
+    """The number of different values in each piece."""
+    ordered = pieces.sort(dim=1).values
+    return 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(dim=1)
 
 
 def is_one_sided(matrix: "torch.Tensor") -> bool:

@@ -79,7 +79,10 @@ def refusal_of(url: str, home: Path, *command: str) -> str:
     return str(found["id"])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, marks=() if form in ("status line", "body", "chunks") else pytest.mark.slow) for form in FORMS],
+)
 def test_a_trickling_listing_ends_at_the_limit(form: str, trickling: Callable[..., str], tmp_path: Path) -> None:
     assert refusal_of(trickling(*FORMS[form]), tmp_path, "inspect", "org/draft") == "hub-too-slow"
 

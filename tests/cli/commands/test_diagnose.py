@@ -15,7 +15,7 @@ from dflash_runtime.errors import UsageError
 from dflash_testing.refusals import refuses
 from dflash_testing.searches import shorten_search
 
-SMALL = ["--num-prompts", "8", "-n", "16", "--device", "cpu"]
+SMALL = ["--num-prompts", "8", "-n", "32", "--device", "cpu"]
 
 
 def falsify(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
@@ -28,10 +28,10 @@ def falsify(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 
 
 FACTORS = [
-    pytest.param(("taps", "causality", "rope", "mask", "window", "block"), id="config"),
+    pytest.param(("taps", "rope", "mask"), id="config"),
     pytest.param((), id="all", marks=pytest.mark.slow),
 ]
-"""Factors of the readings that a search tries: the settings of the config, or all."""
+"""Factors of the readings that a search tries: three settings of the config, or all."""
 
 
 def run(*arguments: object) -> Any:

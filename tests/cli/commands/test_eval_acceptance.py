@@ -61,7 +61,7 @@ def bundled_rows() -> list[PromptRow]:
 def test_the_figures_are_the_runtimes(enough: Path) -> None:
     document = json.loads(enough.with_name("result.json").read_text())
     params = SamplingParams(max_new_tokens=12, stop_token_ids=tuple(document["settings"]["stop_token_ids"]))
-    outputs = bundled_llm(bundled_draft_model(), 7).generate(bundled_prompts(), params)
+    outputs = bundled_llm(bundled_draft_model(), 7, max_num_requests=8).generate(bundled_prompts(), params)
     steps = [length for item in outputs for length in item.acceptance_lengths]
     assert document["num_drafts"] == len(steps)
     assert document["num_draft_tokens"] == 7 * len(steps)

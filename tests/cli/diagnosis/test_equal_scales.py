@@ -49,13 +49,16 @@ def test_the_table_has_every_equal_scale_of_two_parts_and_no_other(name: str, fa
     """All sets of one and two parts have the same loss exactly if the table says so."""
     draft = open_draft(fetch_directory(name, Role.DRAFT))
     config = replace(draft.config, rms_norm_eps=1e-20)
-    target, budget = open_target(fetch_directory(TINY, Role.TARGET)), SearchBudget(num_prompts=4, max_new_tokens=16)
+    target, budget = (
+        open_target(fetch_directory(TINY, Role.TARGET)),
+        SearchBudget(num_prompts=1, max_new_tokens=12, lead_len=4),
+    )
     runner = ReadingRunner(draft, target, EngineConfig(device="cpu", dtype="float64"), budget, longest=None)
-    outputs = runner.run(runner.build(AlternativeReading("", "", draft.config)), runner.make_prompts(range(4)))
+    outputs = runner.run(runner.build(AlternativeReading("", "", draft.config)), runner.make_prompts(range(1)))
     screen = runner.screen(outputs, config.target_layer_ids)
 
     def loss(parts: tuple[str, ...]) -> float:
-        return float(screen.score(runner.build(scaled(parts, factor, where, config)), 8).loss)
+        return float(screen.score(runner.build(scaled(parts, factor, where, config)), 4).loss)
 
     own = loss(())
     table = EFFECTS if factor > 0 else SIGNS

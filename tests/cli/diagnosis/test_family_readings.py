@@ -43,7 +43,7 @@ OF_TENSORS = [
 @pytest.mark.parametrize(
     ("family", "kind", "strength"),
     [
-        pytest.param(*case, id=f"{case[1].name}-{case[2]}", marks=[pytest.mark.slow] if index % 4 else [])
+        pytest.param(*case, id=f"{case[1].name}-{case[2]}", marks=[pytest.mark.slow] if index % 8 else [])
         for index, case in enumerate(OF_TENSORS)
     ],
 )
@@ -58,6 +58,8 @@ def test_a_reading_restores_the_draft(family: str, kind: Kind, strength: Any) ->
     def restores(reading: AlternativeReading) -> bool:
         assert reading.rewrite is not None
         read = reading.rewrite(space.weights, space.config)
+        if any(read[name] is space.weights[name] for name in wrong):
+            return False
         changed = wrong | {name for name in read if read[name] is not space.weights[name]}
         return all(torch.allclose(read[name], sound[name], atol=1e-6) for name in changed)
 

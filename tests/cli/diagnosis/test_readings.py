@@ -51,10 +51,10 @@ def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = 
     return path
 
 
-def shorten_if_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten_if_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, *factors: str) -> None:
     """Shorten the search of a case that runs by default. Slow cases run the whole search."""
     if request.node.get_closest_marker("slow") is None:
-        shorten_search(monkeypatch)
+        shorten_search(monkeypatch, *factors)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_falsified_config_is_caught(
     rule: str, factor: str, location: str, change: Any, right: dict[str, Any], tmp_path: Path,
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    shorten_if_default(request, monkeypatch)
+    shorten_if_default(request, monkeypatch, factor)
     report = run(falsify(tmp_path / "draft", change), factor, num_prompts=8, max_new_tokens=32)
     found = [item for item in report.findings if item.id == rule]
     assert [(item.severity, item.location) for item in found] == [("error", location)]
@@ -265,7 +265,7 @@ def test_a_reading_is_tested_on_text_that_did_not_choose_it() -> None:
 
 def test_through_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With prompts of ids: exit 3, the findings on stdout and progress on stderr."""
-    shorten_search(monkeypatch)
+    shorten_search(monkeypatch, "rope")
     monkeypatch.setattr(alternatives, "FAMILIES", (alternatives._rope,))
     draft = falsify(tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
     rows = [{"prompt_token_ids": list(range(30 + index, 60 + index))} for index in range(6)]

@@ -370,7 +370,7 @@ class TestFullDisk:
         connector.close()
 
 
-@pytest.mark.parametrize("num_kills", [6, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_process_killed_while_writing_leaves_only_complete_hand_offs(
     peers: Peers, tmp_path: Path, num_kills: int
 ) -> None:

@@ -105,8 +105,8 @@ def test_without_a_cache_nothing_is_found() -> None:
 def test_a_hit_accepts_what_a_full_prefill_accepts(name: str, scheduling: str) -> None:
     """Cached pages include the draft's context KV, so a hit drafts the same tokens (vllm#47930, llama.cpp#27342)."""
     draft = draft_model(name, torch.float64)
-    prompts = [prompt for prompt in bundled_prompts() if len(prompt) > 34][:4]
-    params = SamplingParams(max_new_tokens=20)
+    prompts = [prompt for prompt in bundled_prompts() if len(prompt) > 34][:3]
+    params = SamplingParams(max_new_tokens=12)
     cold = bundled_llm(draft, 7, dtype=torch.float64, prefix_cache=False).generate(prompts, params)
     llm = bundled_llm(draft, 7, dtype=torch.float64, scheduling=scheduling, max_num_requests=2)
     first, second = llm.generate(prompts, params), llm.generate(prompts, params)

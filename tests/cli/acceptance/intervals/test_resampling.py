@@ -18,6 +18,7 @@ from dflash_cli.acceptance.intervals.resampling import MIN_FREEDOM, linear_bound
 from dflash_cli.acceptance.intervals.student import student_quantile
 
 SAMPLED = ("bimodal", "heavy", "loops")
+DEFAULT = (("bimodal", 1), ("heavy", 5), ("loops", 5))
 TWO_ERRORS = 1.0
 """Two standard errors of a share of 95% over 2,000 replications."""
 FEW, MANY = (MIN_FOR_INTERVAL,), (128,)
@@ -32,8 +33,14 @@ def check_coverage(name: str, num_turns: int, counts: Iterable[int]) -> None:
         assert 93 - TWO_ERRORS <= covered <= 97 + TWO_ERRORS, count
 
 
-@pytest.mark.parametrize("num_turns", [1, 5])
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(
+    ("name", "num_turns"),
+    [
+        pytest.param(name, num_turns, marks=() if (name, num_turns) in DEFAULT else pytest.mark.slow)
+        for name in SAMPLED
+        for num_turns in (1, 5)
+    ],
+)
 def test_the_interval_covers_as_often_as_it_says(name: str, num_turns: int) -> None:
     """Intervals over five turns fail: they cover 65%. In `loops`, intervals over 32 prompts cover 85%."""
     check_coverage(name, num_turns, FEW)
