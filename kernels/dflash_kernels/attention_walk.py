@@ -166,10 +166,13 @@ def walk_context(
 def walk_block(
     queries, row, dim, keys, values, keys_row, values_row, num_rows, begin, end, acc, row_max, weight_sum, scale,
     HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr, NUM_STAGES: tl.constexpr = None,
 ):  # fmt: skip
-    """Add the tiles `[begin, end)` of the block's keys to a running softmax. IS_FULL: every row sees every key."""
-    for step in range(begin, end):
+    """Add the tiles `[begin, end)` of the block's keys to a running softmax. IS_FULL: every row sees every key.
+
+    NUM_STAGES: tiles in flight, if not as many as the launch asks for.
+    """
+    for step in tl.range(begin, end, num_stages=NUM_STAGES):
         position = step * TILE_N + tl.arange(0, TILE_N)
         is_key = position < num_rows
         at = position.to(tl.int64)
@@ -237,10 +240,12 @@ def mean_of_share(
         context_begin, context_end, acc, row_max, weight_sum, scale,
         HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, False, key,
     )  # fmt: skip
+    # Few rows have one tile of keys. Room for more would take shared memory from tiles of an FP8 context.
+    BLOCK_STAGES: tl.constexpr = 1 if TILE_M <= 16 else None
     acc, row_max, weight_sum = walk_block(
         queries, row, dim, block_keys, block_values, block_keys_row, block_values_row, num_rows,
         block_begin, block_end, acc, row_max, weight_sum, scale,
-        HEAD_DIM, IS_CAUSAL, WINDOW, CAP, TILE_N, TILE_D, False,
+        HEAD_DIM, IS_CAUSAL, WINDOW, CAP, TILE_N, TILE_D, False, BLOCK_STAGES,
     )  # fmt: skip
     weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
     return acc * value_scale / weight_sum[:, None], row_max + tl.log2(weight_sum)

@@ -359,7 +359,9 @@ def block_attention(
 
     group, num_out = num_heads // num_kv, num_requests * num_rows * num_heads
     context_lens, cap = context_lens.contiguous(), cap_of_products(softmax, head_dim, scales)
-    balanced = balanced_shape(num_requests, num_kv, num_rows * group, head_dim, query.element_size(), query.device)
+    balanced = balanced_shape(
+        num_requests, num_kv, num_rows * group, head_dim, query.element_size(), query.device, key_cache.element_size()
+    )  # fmt: skip
     if balanced is not None:
         launch_balanced(
             tensors, page_table, context_lens, softmax.sinks, out, balanced, strides,
@@ -367,7 +369,9 @@ def block_attention(
             scale=factor_of_products(head_dim, scales), value_scale=scales.value,
         )  # fmt: skip
         return out
-    shape = attention_shape(num_requests * num_kv, num_rows * group, head_dim, query.element_size(), query.device)
+    shape = attention_shape(
+        num_requests * num_kv, num_rows * group, head_dim, query.element_size(), query.device, key_cache.element_size()
+    )  # fmt: skip
     num_row_tiles = ceil_div(num_rows * group, shape.rows)
     max_tiles = ceil_div(page_table.shape[1] * page_size, shape.keys) + ceil_div(num_rows, shape.keys)
     num_splits = min(shape.num_splits, max_tiles)

@@ -207,9 +207,11 @@ FEW_KEYS = constexpr(256)
 
 
 def attention_shape(
-    num_groups: int, num_packed: int, head_dim: int, itemsize: int, device: torch.device
+    num_groups: int, num_packed: int, head_dim: int, itemsize: int, device: torch.device, kv_itemsize: int = 2
 ) -> AttentionShape:
     """Return the tiling for `num_groups` KV heads of all requests with `num_packed` rows each.
+
+    A cache in FP8 has a `kv_itemsize` of 1, and few rows read it in larger tiles.
 
     The tiling depends on shapes only, not on lengths, so a captured graph serves every context. On the device, the
     parts share the key tiles of the true length evenly. Tiles fit in shared memory. If few programs must fill the
@@ -222,6 +224,8 @@ def attention_shape(
     num_splits = _num_splits(num_programs, 4 if is_light else 2, device)
     if row_bytes > 256:
         keys, num_stages = 16 if row_bytes > 512 else 32, 2
+    elif is_light and kv_itemsize == 1:
+        keys, num_stages = 128, 3
     else:
         keys, num_stages = 32 if is_light and num_splits > 1 else 64, 3
     num_stages = fitting_stages(num_stages, 2 * keys * row_bytes, rows * row_bytes, device)
@@ -269,13 +273,19 @@ LEAST_SHARE = constexpr(4)
 
 
 def balanced_shape(
-    num_requests: int, num_kv: int, num_packed: int, head_dim: int, itemsize: int, device: torch.device
+    num_requests: int,
+    num_kv: int,
+    num_packed: int,
+    head_dim: int,
+    itemsize: int,
+    device: torch.device,
+    kv_itemsize: int = 2,
 ) -> BalancedShape | None:
     """Return the tiling for requests with `num_packed` rows per KV head, or None if they do not fill the device.
 
     Measured on an H200 against one program per request and KV head (`docs/measurements/attention.md`).
     """
-    shape = attention_shape(num_requests * num_kv, num_packed, head_dim, itemsize, device)
+    shape = attention_shape(num_requests * num_kv, num_packed, head_dim, itemsize, device, kv_itemsize)
     num_row_tiles, num_places = ceil_div(num_packed, shape.rows), num_multiprocessors(device)
     is_light = shape.rows == MIN_DOT and power_of_2(head_dim) * itemsize <= 256
     num_programs = (3 if is_light else 2) * num_places // (num_kv * num_row_tiles)

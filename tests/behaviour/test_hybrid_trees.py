@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from dflash_kernels.delta_blocks import MAX_TREE_ROWS
+from dflash_runtime.device.attention import MAX_RECURRENT_NODES
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
 from dflash_testing.hybrid_pair import hybrid_draft, hybrid_llm, hybrid_prompts, hybrid_target, random_hybrid_target
 from dflash_testing.pairs import random_draft, random_llm, random_prompts
@@ -89,3 +91,7 @@ def test_triton_kernels_give_the_text() -> None:
     wanted = random_llm(target, draft, NUM_DRAFTS, num_tree_nodes=6).generate(given, params)
     found = random_llm(target, draft, NUM_DRAFTS, num_tree_nodes=6, kernels="triton").generate(given, params)
     assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
+
+
+def test_the_limit_of_early_refusals_is_the_kernels() -> None:
+    assert MAX_RECURRENT_NODES == MAX_TREE_ROWS - 1

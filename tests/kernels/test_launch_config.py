@@ -68,3 +68,4 @@ def test_number_of_rows_per_tile(has_tile_loads: bool, rows: int, monkeypatch: p
     assert attention_shape(64, 32, 128, 2, DEVICE).rows == rows
     assert attention_shape(64, 32, 128, 4, DEVICE).rows == 32
     assert attention_shape(64, 4, 128, 2, DEVICE).rows == 16
+    assert attention_shape(64, 4, 128, 2, DEVICE, 1).keys == 128
