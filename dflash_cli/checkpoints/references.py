@@ -89,8 +89,8 @@ def fetch_directory(reference: str, role: Role) -> Path:
     if not HUB_ID.match(reference):
         is_bundled_name = reference.startswith(f"{TINY}:")
         expected = ", ".join(BUNDLED_DRAFTS) if is_bundled_name else "a directory, org/repo, org/repo@revision, or tiny"
-        known = [name for name in BUNDLED_DRAFTS if name != TINY] if is_bundled_name else [TINY, *_siblings(path)]
-        close = closest(reference, known)
+        known = [name for name in BUNDLED_DRAFTS if (name != TINY) == is_bundled_name]
+        close = closest(reference, known) or _close_directory(path)
         raise CheckpointNotFound(
             "no such directory, and not a hub repository",
             id="not-a-reference",
@@ -211,18 +211,20 @@ def _guessing(reference: str) -> Iterator[None]:
     try:
         yield
     except CheckpointNotFound as error:
-        close = closest(reference, _siblings(_local(reference)))
+        close = _close_directory(_local(reference))
         if close is not None:
             error.hint = f"did you mean the directory {close}?"
         raise
 
 
-def _siblings(path: Path) -> list[str]:
-    """The directories beside a path that does not exist, as the user would type them."""
+def _close_directory(path: Path) -> Path | None:
+    """The directory whose name is most like that of a path that does not exist, in the same folder."""
     try:
-        return [str(path.parent / item.name) for item in path.absolute().parent.iterdir() if item.is_dir()]
+        names = [item.name for item in path.absolute().parent.iterdir() if item.is_dir()]
     except OSError:
-        return []
+        return None
+    close = closest(path.name, names)
+    return None if close is None else path.parent / close
 
 
 def _bundled(reference: str, role: Role) -> Path | None:

@@ -345,8 +345,7 @@ class TestRefused:
         with refuses(UnsupportedError, "target-not-run", field="model_type", found="llama") as refused:
             load_target(open_target(path), Placement(CPU, torch.float32, REFERENCE, 256))
         assert "text_config" in refused.value.message
-        pair = ("-d", support.make_native(tmp_path / "draft"), "-t", path)
-        outcome = support.invoke("generate", "x", *pair, "-n", 2, "--target-runtime", "native")
+        outcome = support.invoke("generate", "x", "-t", path, "-k", 0, "-n", 2, "--target-runtime", "native")
         assert outcome.code == 5, outcome.err
         assert refused.value.message in outcome.err
 
