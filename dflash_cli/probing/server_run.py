@@ -91,6 +91,7 @@ class ServerRun:
     has_counters: Annotated[bool, HIDDEN]
     lists_steps: Annotated[bool, HIDDEN] = False
     reports_steps: Annotated[bool, HIDDEN] = False
+    is_ordered: Annotated[bool, HIDDEN] = False
     widths: Annotated["DraftWidths | None", HIDDEN] = None
 
     def __post_init__(self) -> None:
@@ -219,6 +220,7 @@ def run_server(
         has_counters=before is not None,
         lists_steps=any(served.steps is not None for _, served in found),
         reports_steps=any(served.steps is not None or served.num_steps for _, served in found),
+        is_ordered=is_ordered,
         widths=_widths(found, counted),
         failed=tuple(failures),
         notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed), *_late(num_late, request)),
