@@ -16,7 +16,9 @@ LATER = {"acceptance-falls-with-load", "acceptance-falls-with-context", "second-
 SHAPES = {"acceptance-stops", "acceptance-cliff"}
 EXPLAINS: Mapping[str, set[str]] = {
     "counters-reset": {"counters-incomplete"},
-    "acceptance-falls-with-time": {*LATER, "repeat-lowers-acceptance", "acceptance-low-everywhere", *REJECTED},
+    "acceptance-falls-with-time": {
+        *LATER, "repeat-lowers-acceptance", "acceptance-near-zero", "acceptance-low-everywhere", *REJECTED,
+    },
     "answers-not-repeatable": {"answers-change-with-load"},
     "answers-repeat-one-token": {*SHAPES, *LOW, *LATER, "acceptance-near-zero", "structured-output-broken",
         "tool-call-broken"},
@@ -25,13 +27,15 @@ EXPLAINS: Mapping[str, set[str]] = {
         "prefix-cache-unused", "acceptance-falls-within-answers", "acceptance-falls-with-time", *LATER, *NOT_DRAFTED,
     },
     "draft-not-engaged": NOT_DRAFTED,
-    "partly-drafted": {"draft-off-under-load", "acceptance-falls-within-answers", "second-turn-lowers-acceptance", *NOT_DRAFTED},
+    "partly-drafted": {
+        "draft-off-under-load", "acceptance-falls-within-answers", "second-turn-lowers-acceptance", *NOT_DRAFTED,
+    },
     "drafts-by-lookup": {
         "partly-drafted", "draft-off-under-load", "draft-capped", "acceptance-near-zero", "acceptance-stops",
         "acceptance-cliff", "acceptance-falls-with-context", "prefix-cache-lowers-acceptance",
         "repeat-lowers-acceptance", "acceptance-falls-with-time", *LOW, *NOT_DRAFTED,
     },
-    "acceptance-near-zero": LOW,
+    "acceptance-near-zero": LOW - {"acceptance-falls-within-answers"},
     "acceptance-falls-within-answers": {"acceptance-near-zero", "acceptance-low-everywhere", *REJECTED},
     "acceptance-falls-with-context": {"second-turn-lowers-acceptance"},
     "prefix-cache-lowers-acceptance": {"acceptance-falls-with-time", "second-turn-lowers-acceptance"},

@@ -37,17 +37,17 @@ def ask(session: QuestionSession) -> Outcome:
     """Findings about the time."""
     if session.asking.asked.temperature > 0:
         raise NotJudged("answers are sampled; only a greedy answer has the same steps again")
-    answers = [item for item in session.first.answers if item.output.acceptance_lengths] or session.first.answers
+    answers = session.first.answers
     pairs = [(item, _again(session, item)) for item in answers[FIRST]]
     findings = [*_changed(session, pairs), *_ended(session, pairs)]
-    if not _alike(pairs):
+    if not _alike(session, pairs):
         return Outcome(seen="no answer has the same tokens and known steps again", findings=findings)
-    before, now, falls = _figures(pairs)
+    before, now, falls = _figures(session, pairs)
     if falls:
         pairs += [(item, _again(session, item)) for item in answers[MORE]]
-        before, now, falls = _figures(pairs)
+        before, now, falls = _figures(session, pairs)
     seen = f"{before:.2f} tokens per step in the first run, {now:.2f} at the end, alone, for the same "
-    seen += plural(len(_alike(pairs)), "answer")
+    seen += plural(len(_alike(session, pairs)), "answer")
     if falls:
         findings.append(
             ServedFinding(
@@ -66,20 +66,24 @@ def _again(session: QuestionSession, answer: Answer) -> CountedAnswer:
     return session.ask(answer.output.prompt_token_ids, session.asking.asked.max_new_tokens)
 
 
-def _alike(pairs: Sequence[tuple[Answer, CountedAnswer]]) -> list[Again]:
-    """The pairs with the same tokens and known steps."""
+def _alike(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnswer]]) -> list[Again]:
+    """The pairs with the same tokens and known steps, or known sums where an answer has no more."""
     found = []
     for answer, now in pairs:
-        lengths, is_same = answer.output.acceptance_lengths, answer.output.token_ids == now.served.token_ids
-        if is_same and lengths and now.num_steps and now.num_accepted is not None:
-            accepted = sum(lengths) - len(lengths)
-            found.append(Again((accepted, now.num_accepted), (len(lengths), now.num_steps)))
+        output, lengths = answer.output, answer.output.acceptance_lengths
+        before: tuple[int, int] | None = (sum(lengths) - len(lengths), len(lengths)) if lengths else None
+        again = (now.num_accepted, now.num_steps)
+        if before is None:
+            before = session.first.sums.get(output.prompt_token_ids)
+            again = (now.served.num_accepted, now.served.num_steps)
+        if output.token_ids == now.served.token_ids and before and again[0] is not None and again[1]:
+            found.append(Again((before[0], again[0]), (before[1], again[1])))
     return found
 
 
-def _figures(pairs: Sequence[tuple[Answer, CountedAnswer]]) -> tuple[float, float, bool]:
+def _figures(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnswer]]) -> tuple[float, float, bool]:
     """Tokens per step of the first run and now, and whether they fall."""
-    alike = _alike(pairs)
+    alike = _alike(session, pairs)
     accepted = [sum(item.accepted[side] for item in alike) for side in (0, 1)]
     steps = [sum(item.steps[side] for item in alike) for side in (0, 1)]
     before, now = accepted[0] / steps[0], accepted[1] / steps[1]
@@ -90,6 +94,8 @@ def _figures(pairs: Sequence[tuple[Answer, CountedAnswer]]) -> tuple[float, floa
 
 def _changed(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnswer]]) -> Iterator[ServedFinding]:
     """Other tokens than in the first run, under the same condition."""
+    if session.first.concurrency != 1:
+        return
     first, again = {}, {}
     for place, (answer, now) in enumerate(pairs):
         ids = (answer.output.prompt_token_ids, answer.output.token_ids, now.served.token_ids)
@@ -105,11 +111,12 @@ def _changed(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnsw
     )
     if equality.shows_fault(is_quantised=session.facts.is_quantised):
         most = max(item.gap_nats or 0 for item in equality.unexplained)
+        size = plural(len(pairs), "greedy answer")
         yield ServedFinding(
             id="answers-not-repeatable",
             severity="warning",
-            seen=f"{equality.num_unexplained} of {plural(len(pairs), 'greedy answer')} change from the first run to the "
-            f"end, both one at a time, by up to {most:.2f} nats",
+            seen=f"{equality.num_unexplained} of {size} change from the first run to the end, "
+            f"both one at a time, by up to {most:.2f} nats",
             follows="greedy answers to one prompt change by more than near-ties; the cause is not known",
             next="repeat the probe without other clients, then without the prefix cache, then without the draft",
         )

@@ -11,7 +11,7 @@ from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionS
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.tool_calls import ServedToolCall
 from dflash_runtime.errors import RequestError
-from dflash_runtime.phrases import plural, shorten
+from dflash_runtime.phrases import shorten
 
 ANSWER_LEN, MIN_CHARS, NUM_TRIES = 64, 16, 2
 RIVERS = "Write two sentences about rivers."
@@ -23,35 +23,43 @@ BROKEN = "\ufffd"
 @QUESTIONS.register("streamed-text")
 def ask(session: QuestionSession) -> Outcome:
     """Findings if a stream lacks text, has some of it twice, or breaks characters. It must do so each time."""
-    characters, told = _ask_characters(session)
-    if characters:
-        return Outcome(seen=told, findings=characters)
-    found = _ask_text(session)
-    return Outcome(seen=f"{found.seen}; {told}", findings=found.findings)
+    try:
+        found = _ask_text(session)
+    except NotJudged as error:
+        found = Outcome(seen=str(error))
+    if found.findings:
+        return found
+    characters = _ask_characters(session)
+    return Outcome(seen=f"{found.seen}; {characters.seen}", findings=characters.findings)
 
 
-def _ask_characters(session: QuestionSession) -> tuple[list[ServedFinding], str]:
-    """A finding if a stream has replacement characters and the same answer in one piece has none."""
-    seen = ""
+def _ask_characters(session: QuestionSession) -> Outcome:
+    """A finding if a stream breaks or lacks characters beyond ASCII that the same answer in one piece has."""
+    seen, end = "", ""
     for _ in range(NUM_TRIES):
         whole, streamed = (_chat(session, LETTERS, is_streamed=item) for item in (False, True))
         # The limit may cut the last character of either answer.
         texts = [_letters(item).rstrip(BROKEN) for item in (whole, streamed)]
-        counts = [text.count(BROKEN) for text in texts]
-        num_wide = sum(not letter.isascii() for letter in texts[0])
-        seen = f"{counts[1]} replacement characters streamed, {counts[0]} in one piece"
-        seen += f", which has {plural(num_wide, 'other character')} beyond ASCII"
-        if counts[0] or not counts[1]:
-            return [], seen
+        counts, wide = [text.count(BROKEN) for text in texts], [_num_wide(text) for text in texts]
+        seen = f"{counts[1]} replacement characters and {wide[1]} other characters beyond ASCII streamed, "
+        seen += f"{counts[0]} and {wide[0]} in one piece"
+        lacks = wide[1] < wide[0] and _has(*texts) and len(texts[0]) - len(texts[1]) == wide[0] - wide[1]
+        if counts[0] or not (counts[1] or lacks):
+            return Outcome(seen=seen)
+        end = shorten(repr(texts[1][-40:]), 60)
     finding = ServedFinding(
         id="streamed-characters-broken",
         severity="error",
-        seen=f"{seen}, as in {shorten(repr(texts[1][-40:]), 60)}",
+        seen=f"{seen}, as in {end}",
         follows="the stream sends the bytes of a token before its character is complete. Whether the draft is the "
         "reason is not known",
         next="ask without streaming, and repeat without the draft; report it to the engine",
     )
-    return [finding], seen
+    return Outcome(seen=seen, findings=[finding])
+
+
+def _num_wide(text: str) -> int:
+    return sum(not letter.isascii() and letter != BROKEN for letter in text)
 
 
 def _ask_text(session: QuestionSession) -> Outcome:

@@ -23,8 +23,9 @@ MIN_LEN, START = 48, 16
 SOUND, LOWER, LAST = 1.5, 0.4, 1.12
 """Acceptance falls if answers start with SOUND tokens per step, accept less than LOWER of the draft tokens in the rest,
 and end with LAST tokens per step or fewer."""
-ONE_STEP = 1.2
-"""Only the first step is good if so many tokens per step are committed in the tokens of one step, and LAST then."""
+ONE_STEP = 1.15
+"""Only the first step is good if so many tokens per step are committed in the tokens of one step, and LAST then. Where
+the order of steps is known, the first ones must commit SOUND tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,9 @@ def _ask_one_step(session: QuestionSession, answers: Sequence[Answer], seen: str
     seen = f"{first:.2f} tokens per step in the first {size} tokens of {plural(len(found), 'answer')}, {rest:.2f} then"
     ordered = _by_step(session.first)
     seen += "" if ordered is None else f"; the first step commits {ordered[0]:.2f} tokens, later steps {ordered[1]:.2f}"
-    if first < ONE_STEP or rest > LAST or rest - 1 >= LOWER * (first - 1):
+    if ordered is not None:
+        first, rest = ordered
+    if first < (ONE_STEP if ordered is None else SOUND) or rest > LAST or rest - 1 >= LOWER * (first - 1):
         return Outcome(seen=seen)
     follows = (
         "only the first step after the prompt has usable drafts: the draft lacks the features of generated tokens, or "
