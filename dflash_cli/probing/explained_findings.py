@@ -11,23 +11,34 @@ KINDS = ("structured-output", "tool-call", "sampled-answers", "default-settings"
 NOT_DRAFTED = {f"{kind}-not-drafted" for kind in KINDS}
 REJECTED = {f"{kind}-rejected" for kind in KINDS}
 LOW = {"acceptance-low-everywhere", "acceptance-falls-within-answers", "second-turn-lowers-acceptance", *REJECTED}
+LATER = {"acceptance-falls-with-load", "acceptance-falls-with-context", "second-turn-lowers-acceptance"}
+"""Findings that compare a later condition with the first run."""
+SHAPES = {"acceptance-stops", "acceptance-cliff"}
 EXPLAINS: Mapping[str, set[str]] = {
     "counters-reset": {"counters-incomplete"},
+    "acceptance-falls-with-time": {
+        *LATER, "repeat-lowers-acceptance", "acceptance-near-zero", "acceptance-low-everywhere", *REJECTED,
+    },
+    "answers-not-repeatable": {"answers-change-with-load"},
+    "answers-repeat-one-token": {*SHAPES, *LOW, *LATER, "acceptance-near-zero", "structured-output-broken",
+        "tool-call-broken"},
     "several-replicas": {
         "foreign-traffic", "counters-reset", "counters-incomplete", "partly-drafted", "draft-off-under-load",
-        "prefix-cache-unused", "acceptance-falls-within-answers", "second-turn-lowers-acceptance", *NOT_DRAFTED,
+        "prefix-cache-unused", "acceptance-falls-within-answers", "acceptance-falls-with-time", *LATER, *NOT_DRAFTED,
     },
     "draft-not-engaged": NOT_DRAFTED,
-    "partly-drafted": {"acceptance-falls-within-answers", "second-turn-lowers-acceptance", *NOT_DRAFTED},
+    "partly-drafted": {
+        "draft-off-under-load", "acceptance-falls-within-answers", "second-turn-lowers-acceptance", *NOT_DRAFTED,
+    },
     "drafts-by-lookup": {
         "partly-drafted", "draft-off-under-load", "draft-capped", "acceptance-near-zero", "acceptance-stops",
         "acceptance-cliff", "acceptance-falls-with-context", "prefix-cache-lowers-acceptance",
-        "repeat-lowers-acceptance", *LOW, *NOT_DRAFTED,
+        "repeat-lowers-acceptance", "acceptance-falls-with-time", *LOW, *NOT_DRAFTED,
     },
-    "acceptance-near-zero": LOW,
+    "acceptance-near-zero": LOW - {"acceptance-falls-within-answers"},
     "acceptance-falls-within-answers": {"acceptance-near-zero", "acceptance-low-everywhere", *REJECTED},
     "acceptance-falls-with-context": {"second-turn-lowers-acceptance"},
-    "prefix-cache-lowers-acceptance": {"second-turn-lowers-acceptance"},
+    "prefix-cache-lowers-acceptance": {"acceptance-falls-with-time", "second-turn-lowers-acceptance"},
     "prefix-cache-changes-answers": {"second-turn-changes-answers"},
     "answers-not-greedy": {
         "structured-output-broken", "tool-call-broken", "second-turn-changes-answers",

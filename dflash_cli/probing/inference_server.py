@@ -55,6 +55,7 @@ class ServerFacts:
     has_prefix_cache: Annotated[bool | None, NOT_REQUIRED, "whether the prefix cache is switched on"] = None
     cache_block: Annotated[int | None, NOT_REQUIRED, "tokens of a block of the prefix cache"] = None
     undrafted_slots: Annotated[int | None, NOT_REQUIRED, "slots that the server says cannot draft"] = None
+    lossy: Annotated[str | None, NOT_REQUIRED, "settings that make verification lossy, with their values"] = None
 
     @property
     def is_lookup(self) -> bool:
@@ -69,7 +70,7 @@ class ServerFacts:
 
     def __post_init__(self) -> None:
         """Drop values that no server of the engine reports."""
-        names = ("release", "target", "draft", "method", "kv_dtype")
+        names = ("release", "target", "draft", "method", "kv_dtype", "lossy")
         texts = {name: isinstance(getattr(self, name), str) for name in names}
         numbers = {
             name: is_int(value := getattr(self, name)) and 0 <= value <= most
@@ -117,6 +118,7 @@ class ServedAnswer:
     num_drafted
     num_draft_tokens  K
     num_cached        prompt tokens that the prefix cache held
+    decode_ms         time of decoding without the prompt, by the server
     """
 
     token_ids: tuple[Annotated[int, Limits(least=0, below=1 << 31)], ...]
@@ -128,6 +130,7 @@ class ServedAnswer:
     num_drafted: Steps | None = None
     num_draft_tokens: Drafts | None = None
     num_cached: Annotated[int, Limits(least=0, below=MAX_LEN)] | None = None
+    decode_ms: Annotated[float, Limits(least=0)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,8 @@ from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.probing.questions"
 MAX_REASON_CHARS, CONTROL_LEN = 160, 32
+LAST = "first-prompts-again"
+"""The name of the question that comes after all others."""
 SLOW, SLOW_SECONDS = 5, 0.5
 """An answer is slow if a token takes this many times as long as in other answers, and the answer this long."""
 
@@ -150,6 +152,9 @@ class QuestionSession:
         if self.first.concurrency != 1 or not self.first.total.num_tokens or seconds < SLOW_SECONDS:
             return []
         usual, own = self.first.seconds / self.first.total.num_tokens, seconds / max(1, num_tokens)
+        if own > SLOW * usual and self.prompts:
+            now = self.ask(self.prompts[0], CONTROL_LEN)  # a server that has become slow is slow for all requests
+            usual = max(usual, now.seconds / max(1, now.num_tokens))
         found = ServedFinding(
             id=id,
             severity="warning",
@@ -205,9 +210,9 @@ QUESTIONS: Registry[Ask] = Registry("question of a probe")
 
 
 def ask_questions(session: QuestionSession) -> list[QuestionReport]:
-    """The reports of all questions, in order of their names."""
+    """The reports of all questions, in order of their names, with `LAST` at the end."""
     QUESTIONS.discover(PACKAGE)
-    return [_ask(name, session) for name in sorted(QUESTIONS)]
+    return [_ask(name, session) for name in sorted(QUESTIONS, key=lambda name: (name == LAST, name))]
 
 
 def _ask(name: str, session: QuestionSession) -> QuestionReport:

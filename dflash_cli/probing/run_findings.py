@@ -42,6 +42,7 @@ def find_in_runs(
     yield from _counters(runs)
     yield from _prefix_cache(facts)
     yield from _quantised(facts)
+    yield from _lossy(facts)
 
 
 def _not_engaged(facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
@@ -226,4 +227,16 @@ def _quantised(facts: ServerFacts) -> Iterator[ServedFinding]:
             seen=f"keys and values are stored as {facts.kv_dtype}",
             follows="taps and verification read rounded values; acceptance may be lower than unquantised",
             next="compare with a server that stores keys and values unquantised: --beside URL",
+        )
+
+
+def _lossy(facts: ServerFacts) -> Iterator[ServedFinding]:
+    if facts.lossy is not None:
+        yield ServedFinding(
+            id="verification-lossy",
+            severity="warning",
+            seen=f"the server's settings: {facts.lossy}",
+            follows="draft tokens are accepted that the target alone would not choose, so answers do not follow the "
+            "target's distribution, and acceptance says nothing about the draft",
+            next="start the server with thresholds of 1.0, an exact method and no simulated acceptance",
         )

@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -91,6 +91,9 @@ class ServerRun:
     has_counters: Annotated[bool, HIDDEN]
     lists_steps: Annotated[bool, HIDDEN] = False
     reports_steps: Annotated[bool, HIDDEN] = False
+    is_ordered: Annotated[bool, HIDDEN] = False
+    sums: Annotated[Mapping[tuple[int, ...], tuple[int, int]], HIDDEN] = field(default_factory=dict)
+    """Prompt -> accepted draft tokens and steps of its answer, where a server tells the sums alone."""
     widths: Annotated["DraftWidths | None", HIDDEN] = None
 
     def __post_init__(self) -> None:
@@ -142,6 +145,15 @@ def _late(num_late: int, request: ServerRequest) -> list[Notice]:
     num_rows = len(request.rows)
     text = f"{num_rows - num_late} of {num_rows} prompts asked: the time given by --max-time has passed"
     return [Notice(text, id="time-is-up")] if num_late else []
+
+
+def _sums(found: Rows) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Accepted draft tokens and steps of each prompt's answer, by the answer's own sums."""
+    return {
+        answer.output.prompt_token_ids: (served.num_accepted, served.num_steps)
+        for answer, served in found
+        if served.num_accepted is not None and served.num_steps
+    }
 
 
 def _widths(found: Rows, counted: ServerCounters | None) -> DraftWidths | None:
@@ -219,6 +231,8 @@ def run_server(
         has_counters=before is not None,
         lists_steps=any(served.steps is not None for _, served in found),
         reports_steps=any(served.steps is not None or served.num_steps for _, served in found),
+        is_ordered=is_ordered,
+        sums=_sums(found),
         widths=_widths(found, counted),
         failed=tuple(failures),
         notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed), *_late(num_late, request)),

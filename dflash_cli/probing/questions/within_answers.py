@@ -3,6 +3,9 @@
 A draft that loses the tokens it has generated drafts well at first, and later no draft token is accepted. The beginning
 of a greedy answer is the same text, so the difference of both counts belongs to the rest. Answers often begin with set
 phrases, so a fall is named only if almost nothing is accepted in the last thirds.
+
+A draft that sees only the prompt drafts well in one step alone. If hardly anything is accepted, the beginning is asked
+again with as many tokens as one step can commit.
 """
 
 from collections.abc import Sequence
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from dflash_cli.generation.answers import Answer
 from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.server_run import ServerRun
 from dflash_runtime.phrases import plural
 
 FIRST, ALL, MIN_ANSWERS = slice(0, 4), slice(0, 12), 3
@@ -19,6 +23,9 @@ MIN_LEN, START = 48, 16
 SOUND, LOWER, LAST = 1.5, 0.4, 1.12
 """Acceptance falls if answers start with SOUND tokens per step, accept less than LOWER of the draft tokens in the rest,
 and end with LAST tokens per step or fewer."""
+ONE_STEP = 1.15
+"""Only the first step is good if so many tokens per step are committed in the tokens of one step, and LAST then. Where
+the order of steps is known, the first ones must commit SOUND tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,8 @@ def ask(session: QuestionSession) -> Outcome:
         raise NotJudged(f"{plural(len(found), 'answer')} of {MIN_LEN} tokens and more began with the same text again")
     early, late = _length(found, 0), _length(found, 1)
     seen = f"{early:.2f} tokens per step in the first {START} tokens of {plural(len(found), 'answer')}, {late:.2f} then"
+    if late <= LAST and early < SOUND:
+        return _ask_one_step(session, long[ALL], seen)
     if early < SOUND or late - 1 >= LOWER * (early - 1):
         return Outcome(seen=seen)
     thirds = [_split(session, answer, 2 * len(answer.output.token_ids) // 3) for answer in long[ALL]]
@@ -48,15 +57,50 @@ def ask(session: QuestionSession) -> Outcome:
         raise NotJudged(f"{plural(len(ends), 'answer')} began with the same text again")
     last = _length(ends, 1)
     seen += f", {last:.2f} in the last thirds of {plural(len(ends), 'answer')}"
-    finding = ServedFinding(
+    follows = (
+        "the draft does not follow the answer: it may lack the keys and values or the positions of accepted tokens. "
+    )
+    return Outcome(seen=seen, findings=[_fall(seen, f"{follows}Which one is not known")] if last <= LAST else [])
+
+
+def _ask_one_step(session: QuestionSession, answers: Sequence[Answer], seen: str) -> Outcome:
+    """Whether the first step after the prompt is good and later ones are not."""
+    size = min(START, (session.facts.num_draft_tokens or START) + 1)
+    splits = [_split(session, answer, size) for answer in answers]
+    found = [item for item in splits if item is not None]
+    if len(found) < MIN_ANSWERS:
+        return Outcome(seen=seen)
+    first, rest = _length(found, 0), _length(found, 1)
+    seen = f"{first:.2f} tokens per step in the first {size} tokens of {plural(len(found), 'answer')}, {rest:.2f} then"
+    ordered = _by_step(session.first)
+    seen += "" if ordered is None else f"; the first step commits {ordered[0]:.2f} tokens, later steps {ordered[1]:.2f}"
+    if ordered is not None:
+        first, rest = ordered
+    if first < (ONE_STEP if ordered is None else SOUND) or rest > LAST or rest - 1 >= LOWER * (first - 1):
+        return Outcome(seen=seen)
+    follows = (
+        "only the first step after the prompt has usable drafts: the draft lacks the features of generated tokens, or "
+    )
+    return Outcome(seen=seen, findings=[_fall(seen, f"{follows}their keys and values. Which one is not known")])
+
+
+def _by_step(run: ServerRun) -> tuple[float, float] | None:
+    """Tokens of first steps and of later ones; None if the order of steps is not known."""
+    each = [answer.output.acceptance_lengths for answer in run.answers if len(answer.output.acceptance_lengths) > 1]
+    if not run.is_ordered or not each:
+        return None
+    later = [length for lengths in each for length in lengths[1:]]
+    return sum(lengths[0] for lengths in each) / len(each), sum(later) / len(later)
+
+
+def _fall(seen: str, follows: str) -> ServedFinding:
+    return ServedFinding(
         id="acceptance-falls-within-answers",
         severity="warning",
         seen=seen,
-        follows="the draft does not follow the answer: it may lack the keys and values or the positions of accepted "
-        "tokens. Which one is not known",
+        follows=follows,
         next="compare --max-new-tokens 16 with 256; report it to the engine",
     )
-    return Outcome(seen=seen, findings=[finding] if last <= LAST else [])
 
 
 def _split(session: QuestionSession, answer: Answer, size: int) -> SplitAnswer | None:

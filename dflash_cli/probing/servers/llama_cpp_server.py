@@ -107,6 +107,7 @@ class LlamaCppServer(InferenceServer):
             num_accepted=timings.get("draft_n_accepted"),
             num_drafted=timings.get("draft_n"),
             num_cached=timings.get("cache_n"),
+            decode_ms=timings.get("predicted_ms"),
         )
 
     def _least_steps(self, timings: Mapping[str, Any]) -> int | None:

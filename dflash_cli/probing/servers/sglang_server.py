@@ -19,6 +19,7 @@ from dflash_cli.probing.inference_server import (
     Variant,
     ids_of,
 )
+from dflash_cli.probing.lossy_settings import lossy_settings
 from dflash_runtime.json_values import is_int
 
 GENERATE, TOKENIZE = "/generate", "/tokenize"
@@ -66,6 +67,7 @@ class SglangServer(InferenceServer):
             kv_dtype=found.get("kv_cache_dtype"),
             has_prefix_cache=_opposite(found.get("disable_radix_cache")),
             cache_block=found.get("page_size"),
+            lossy=lossy_settings(found),
         )
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:

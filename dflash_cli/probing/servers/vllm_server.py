@@ -20,9 +20,11 @@ from dflash_cli.probing.inference_server import (
     ids_of,
     steps_of,
 )
+from dflash_cli.probing.lossy_settings import lossy_settings
 from dflash_runtime.json_values import as_index, as_object
 
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
+SETTINGS = "/server_info?config_format=json"
 ID_PREFIX = "token_id:"
 CACHE_CONFIG = "vllm:cache_config_info"
 
@@ -65,6 +67,7 @@ class VllmServer(InferenceServer):
             kv_dtype=cache.get("cache_dtype"),
             has_prefix_cache={"true": True, "false": False}.get(cache.get("enable_prefix_caching", "").lower()),
             cache_block=as_index(cache.get("block_size", "")),
+            lossy=lossy_settings(self.find(SETTINGS) or self.find("/server_info")),
         )
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from dflash_cli.probing.draft_findings import unlike_names
-from dflash_testing.scripted_faults import Fading, OddAnswers, SecondTurn, Telling, WithDefaults
+from dflash_testing.scripted_faults import (
+    Ageing,
+    Fading,
+    FirstStep,
+    OddAnswers,
+    SecondTurn,
+    Telling,
+    Timed,
+    Wide,
+    WithDefaults,
+)
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 OTHER_TARGET: dict[str, Any] = {**S, "first_rate": 0.24, "rate": 0.24}
@@ -23,6 +33,14 @@ def lookup(style: str) -> Telling:
         return Telling(**S, rate=0.05, told={INFO: {"speculative_algorithm": "NGRAM"}})
     params = {"speculative.types": ["ngram-simple", "ngram-mod"], "speculative.n_max": 7}
     return Telling(**L, ends_after=9, told={"/props": {"default_generation_settings": {"params": params}}})
+
+
+class Dev(Script):
+    """vLLM in development mode shows its settings."""
+
+    def as_document(self, path: str, document: Any) -> Any:
+        config = {"vllm_config": {"speculative_config": {"rejection_sample_method": "synthetic"}}}
+        return config if path.startswith(INFO) else document
 
 
 FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
@@ -56,6 +74,19 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "30": (partial(OddAnswers, **V, cap=40), {"answers-cut-short"}),
     "31": (partial(OddAnswers, **V, surplus=3), {"answers-past-limit"}),
     "32 end": (partial(OddAnswers, **V, loses="end"), {"text-stream-broken"}),
+    "33": (partial(Ageing, **V), {"acceptance-falls-with-time"}),
+    "33 within the first prompts": (partial(Ageing, **STEPS, leak=0.05), {"acceptance-falls-with-time"}),
+    "33 slightly": (partial(Ageing, **S, leak=0.01, cap=0.2), {"acceptance-falls-with-time"}),
+    "33 llama.cpp": (partial(Ageing, **L, has_metrics=False), {"acceptance-falls-with-time"}),
+    "33 ended under load": (partial(Script, **S, ends_after=20), {"partly-drafted"}),
+    "34": (partial(Telling, **S, told={INFO: {"speculative_accept_threshold_acc": 0.35}}), {"verification-lossy"}),
+    "34 vllm": (partial(Dev, **V), {"verification-lossy"}),
+    "35": (partial(Timed, **L, step_ms=12.0, noise=0.2), {"drafts-slower-than-none"}),
+    "36": (partial(Wide, **V, streams="replaced"), {"streamed-characters-broken"}),
+    "36 dropped": (partial(Wide, **L, streams="dropped"), {"streamed-characters-broken"}),
+    "37": (partial(FirstStep, **V), {"acceptance-falls-within-answers"}),
+    "37 steps": (partial(FirstStep, **STEPS, first=0.6), {"acceptance-falls-within-answers"}),
+    "37 llama.cpp": (partial(FirstStep, **L, has_metrics=False), {"acceptance-falls-within-answers"}),
     "32 pieces": (partial(OddAnswers, **L, loses="pieces"), {"text-stream-broken"}),
 }
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dflash_testing.scripted_faults import Fading, Telling, WithDefaults
+from dflash_testing.scripted_faults import Fading, Telling, Timed, Wide, WithDefaults
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -38,11 +38,21 @@ HEALTHY: dict[str, dict[str, Any]] = {
 
 
 PROPS = {"default_generation_settings": {"params": {"speculative.types": ["draft-dflash", "ngram-mod"]}}}
+EXACT = {
+    "speculative_accept_threshold_single": 1.0,
+    "speculative_accept_threshold_acc": 1.0,
+    "rejection_sample_method": "block",
+    "synthetic_acceptance_rates": None,
+    "simulate_acc_len": -1,
+}
 SOUND: dict[str, Script] = {
     **{name: Script(**changes) for name, changes in HEALTHY.items()},
     "answers that start with set phrases and go on at a weak level": Fading(**S, rate=0.95, fade=0.98),
     "a penalty by default within rounding": WithDefaults(**V, penalised=0.2),
     "a draft and a lookup": Telling(**L, told={"/props": PROPS}),
+    "exact thresholds": Telling(**S, told={"/server_info": EXACT}),
+    "drafts as fast as none, with noise": Timed(**L, step_ms=5.4, noise=1.0),
+    "characters of several tokens": Wide(**V),
     "all slots draft": Telling(**L, slots=(True, True)),
 }
 

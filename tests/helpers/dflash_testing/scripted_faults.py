@@ -114,6 +114,67 @@ class Telling(Script):
 
 
 @dataclass
+class Ageing(Script):
+    """Each request since the start lowers acceptance by `leak`, and all of them by `cap` at most."""
+
+    leak: float = 0.015
+    cap: float = 1.0
+
+    def steps(self, ids: Ids, num_tokens: int, rate: float) -> Ids:
+        return super().steps(ids, num_tokens, max(0.03, rate - min(self.cap, self.leak * self.num_answers)))
+
+
+@dataclass
+class FirstStep(Script):
+    """The first step of an answer accepts at `first`, later ones hardly anything."""
+
+    first: float = 0.75
+
+    def steps(self, ids: Ids, num_tokens: int, rate: float) -> Ids:
+        good = super().steps(ids, num_tokens, self.first)[:1]
+        left = num_tokens - sum(good) - len(good)
+        return good + (super().steps(ids, left, 0.02) if left > 1 else ())
+
+
+@dataclass
+class Timed(Script):
+    """The server's own times: of a plain token, and of a step with drafts. Each varies by the share `noise`."""
+
+    token_ms: float = 2.0
+    step_ms: float = 4.0
+    noise: float = 0.0
+
+    def as_answer(self, path: str, answer: Any) -> Any:
+        timings = answer.get("timings")
+        if not timings or "predicted_n" not in timings:
+            return answer
+        steps = timings.get("draft_n", 0) / self.k
+        spent = steps * self.step_ms if steps else timings["predicted_n"] * self.token_ms
+        spent *= 1 + random.Random(self.num_answers).random() * self.noise
+        return answer | {"timings": timings | {"predicted_ms": spent}}
+
+
+@dataclass
+class Wide(Script):
+    """Chats about text beyond ASCII have characters of several tokens. Streams replace or drop them."""
+
+    streams: Literal["sound", "replaced", "dropped"] = "sound"
+
+    def tool_call(self) -> tuple[dict[str, Any], str, int]:
+        message, reason, count = super().tool_call()
+        if self.body["messages"][0]["content"].isascii():
+            return message, reason, count
+        text = "\u201cCaf\u00e9 \u2014 \u65e5\u672c\u8a9e, \U0001f30a\u201d and some more words."
+        return message | {"content": text}, reason, count
+
+    def as_stream(self, pieces: list[str]) -> list[str]:
+        given = {"sound": lambda letter: letter, "replaced": lambda _: "\ufffd" * 3, "dropped": lambda _: ""}[
+            self.streams
+        ]
+        return ["".join(x if ord(x) < 0x2000 else given(x) for x in piece) for piece in pieces]
+
+
+@dataclass
 class OddAnswers(Script):
     """Answers of one token, cut to `cap` tokens, or `surplus` tokens too long; streams that lose pieces of text."""
 

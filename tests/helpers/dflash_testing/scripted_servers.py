@@ -104,7 +104,7 @@ class Script(FakeEngine):
             self.num_asked[ids] = self.num_asked.get(ids, 0) + 1
         number = self.num_asked.get(ids, 0)
         is_warm = number > 1 and uses_cache and is_long
-        is_loaded = number > 1 and not is_long
+        is_loaded = number == 2 and not is_long
         finds = is_warm and self.cache not in ("off", "unused")
         tokens = list(self.tokens(ids, num_tokens))
         if (is_warm and self.cache == "wrong") or (is_plain and self.split_nats) or (is_loaded and self.loaded_split):

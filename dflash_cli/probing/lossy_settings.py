@@ -1,0 +1,50 @@
+"""Find settings that make verification lossy in a server's own description, in whatever part of it they are.
+
+Sources: SGLang's `srt/server_args.py` has the thresholds and `srt/environ.py` the simulated acceptance. vLLM's
+`config/speculative.py` has the methods. vLLM shows its settings only with `VLLM_SERVER_DEV_MODE=1`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+"""A draft token is accepted at this probability and more. 1.0 is exact."""
+METHODS = ("rejection_sample_method", "acceptance_method", "draft_token_acceptance_method")
+LOSSY_METHODS = ("synthetic", "typical", "fly", "lossy")
+"""Words in the names of methods that accept tokens which the target would not choose."""
+SIMULATED = ("synthetic_acceptance", "simulate_acc_len")
+"""Words in the names of settings that simulate acceptance. Without a positive number they are off."""
+MAX_DEPTH, MAX_FOUND = 8, 6
+
+
+def lossy_settings(document: Any) -> str | None:
+    """Such settings as `name value`, separated by commas; None if there are none."""
+    found = dict.fromkeys(_walk(document, MAX_DEPTH))
+    return ", ".join(list(found)[:MAX_FOUND]) or None
+
+
+def _walk(value: Any, depth: int) -> Iterator[str]:
+    if depth and isinstance(value, list):
+        for item in value:
+            yield from _walk(item, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for name, item in value.items():
+            if _is_lossy(str(name).lower(), item):
+                yield f"{str(name)[:60]} {str(item)[:60]}"
+            yield from _walk(item, depth - 1)
+
+
+def _is_lossy(name: str, value: Any) -> bool:
+    if name in METHODS:
+        return isinstance(value, str) and any(word in value.lower() for word in LOSSY_METHODS)
+    numbers = [_number(item) for item in (value if isinstance(value, list) else [value])]
+    if name in THRESHOLDS:
+        return numbers[:1] != [None] and any(number is not None and 0 <= number < 1 for number in numbers)
+    return any(word in name for word in SIMULATED) and any(number is not None and number > 0 for number in numbers)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, bool) or value is None else float(value)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,134 @@
+"""Ask the first prompts again, one at a time and after all other questions: does acceptance fall with time?
+
+Every comparison of a later condition with the first run is also a comparison of a later time. The same greedy answer
+of a sound server has the same steps at any time. If it has not, load, context and sampling are not the reason.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dflash_cli.generation.answers import Answer
+from dflash_cli.probing.question import LAST, QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.token_equality import TokenText, compare_texts
+from dflash_runtime.phrases import plural
+
+FIRST, MORE = slice(0, 6), slice(6, 14)
+LOWER, EACH, MOST, MIN_STEPS = 0.85, 0.95, 0.6, 20
+"""Acceptance falls if less than LOWER of the draft tokens are accepted. For MOST prompts it must be less than EACH."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Accepted draft tokens and steps of one prompt's answer, in the first run and now."""
+
+    accepted: tuple[int, int]
+    steps: tuple[int, int]
+
+    @property
+    def share(self) -> float:
+        """Accepted draft tokens per step now, as a share of the first run's."""
+        before, now = (number / max(1, steps) for number, steps in zip(self.accepted, self.steps, strict=True))
+        return now / before if before else 1.0
+
+
+@QUESTIONS.register(LAST)
+def ask(session: QuestionSession) -> Outcome:
+    """Findings about the time."""
+    if session.asking.asked.temperature > 0:
+        raise NotJudged("answers are sampled; only a greedy answer has the same steps again")
+    answers = session.first.answers
+    pairs = [(item, _again(session, item)) for item in answers[FIRST]]
+    findings = [*_changed(session, pairs), *_ended(session, pairs)]
+    if not _alike(session, pairs):
+        return Outcome(seen="no answer has the same tokens and known steps again", findings=findings)
+    before, now, falls = _figures(session, pairs)
+    if falls:
+        pairs += [(item, _again(session, item)) for item in answers[MORE]]
+        before, now, falls = _figures(session, pairs)
+    seen = f"{before:.2f} tokens per step in the first run, {now:.2f} at the end, alone, for the same "
+    seen += plural(len(_alike(session, pairs)), "answer")
+    if falls:
+        findings.append(
+            ServedFinding(
+                id="acceptance-falls-with-time",
+                severity="error",
+                seen=seen,
+                follows="acceptance falls with the time or the requests since the start, whatever the load; the cause "
+                "is not known, such as blocks of the draft's cache that are never freed",
+                next="restart the server and repeat: if acceptance is back, report it to the engine",
+            )
+        )
+    return Outcome(seen=seen, findings=findings)
+
+
+def _again(session: QuestionSession, answer: Answer) -> CountedAnswer:
+    return session.ask(answer.output.prompt_token_ids, session.asking.asked.max_new_tokens)
+
+
+def _alike(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnswer]]) -> list[Again]:
+    """The pairs with the same tokens and known steps, or known sums where an answer has no more."""
+    found = []
+    for answer, now in pairs:
+        output, lengths = answer.output, answer.output.acceptance_lengths
+        before: tuple[int, int] | None = (sum(lengths) - len(lengths), len(lengths)) if lengths else None
+        again = (now.num_accepted, now.num_steps)
+        if before is None:
+            before = session.first.sums.get(output.prompt_token_ids)
+            again = (now.served.num_accepted, now.served.num_steps)
+        if output.token_ids == now.served.token_ids and before and again[0] is not None and again[1]:
+            found.append(Again((before[0], again[0]), (before[1], again[1])))
+    return found
+
+
+def _figures(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnswer]]) -> tuple[float, float, bool]:
+    """Tokens per step of the first run and now, and whether they fall."""
+    alike = _alike(session, pairs)
+    accepted = [sum(item.accepted[side] for item in alike) for side in (0, 1)]
+    steps = [sum(item.steps[side] for item in alike) for side in (0, 1)]
+    before, now = accepted[0] / steps[0], accepted[1] / steps[1]
+    num_lower = sum(item.share < EACH for item in alike)
+    falls = now < LOWER * before and num_lower >= MOST * len(alike) and steps[1] >= MIN_STEPS and len(alike) > 1
+    return 1 + before, 1 + now, falls
+
+
+def _changed(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnswer]]) -> Iterator[ServedFinding]:
+    """Other tokens than in the first run, under the same condition."""
+    if session.first.concurrency != 1:
+        return
+    first, again = {}, {}
+    for place, (answer, now) in enumerate(pairs):
+        ids = (answer.output.prompt_token_ids, answer.output.token_ids, now.served.token_ids)
+        is_cut = (answer.output.finish_reason == "length", now.served.finish_reason == "length")
+        for texts, token_ids, cut in zip((first, again), ids[1:], is_cut, strict=True):
+            texts["", place] = TokenText(name=str(place), prompt_ids=ids[0], token_ids=token_ids, is_cut=cut)
+    equality = compare_texts(
+        first,
+        again,
+        names=(session.first.name, "the end"),
+        next_logprobs=session.likeliest,
+        near_tie_nats=session.near_tie_nats,
+    )
+    if equality.shows_fault(is_quantised=session.facts.is_quantised):
+        most = max(item.gap_nats or 0 for item in equality.unexplained)
+        size = plural(len(pairs), "greedy answer")
+        yield ServedFinding(
+            id="answers-not-repeatable",
+            severity="warning",
+            seen=f"{equality.num_unexplained} of {size} change from the first run to the end, "
+            f"both one at a time, by up to {most:.2f} nats",
+            follows="greedy answers to one prompt change by more than near-ties; the cause is not known",
+            next="repeat the probe without other clients, then without the prefix cache, then without the draft",
+        )
+
+
+def _ended(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnswer]]) -> Iterator[ServedFinding]:
+    """No step where the first run had some."""
+    if session.first.is_engaged and pairs and all(now.num_steps == 0 and now.num_tokens > 1 for _, now in pairs):
+        yield ServedFinding(
+            id="partly-drafted",
+            severity="warning",
+            seen=f"drafts in the first run, none at the end in {plural(len(pairs), 'answer')} to the same prompts",
+            follows="the server has stopped drafting; load and kind of request are not the reason",
+            next="look in the server's log for a failure of the draft, and restart it",
+        )
