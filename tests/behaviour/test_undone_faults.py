@@ -23,12 +23,15 @@ from dflash_cli.diagnosis.weight_readings import weight_readings
 from dflash_cli.diagnosis.weight_space import WeightSpace
 from dflash_runtime.config import DraftConfig
 
+UNLIKE_THE_REST = ("v_proj scaled in all layers but one",)
+"""Faults whose factor is read off other layers: in a draft of three layers the two scaled ones are the rule."""
+
 UNDONE: list[tuple[Kind, Any]] = [
     (kind, strength)
     for group in (layout_kinds, regrouped_kinds, order_kinds, owner_kinds, size_kinds)
     for kind in group()
     for strength in STRENGTHS
-    if kind.is_undoable
+    if kind.is_undoable and kind.name not in UNLIKE_THE_REST
 ]
 BY_CONFIG = ("blocks of fc rotated",)
 """Faults that another order of the tapped layers undoes."""

@@ -183,22 +183,24 @@ def test_rewritten_tensors_are_named(change: Any, name: str, tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_norms_stored_without_their_one_are_found_in_the_tensors(tmp_path: Path) -> None:
-    """A reading of the same tensors has nothing to add."""
+    """A reading of the same tensors names the same cause."""
     report = run(rewrite(tmp_path / "draft", lower_norms), "weights", num_prompts=6, max_new_tokens=32)
+    assert "N31" in {finding.id for finding in report.findings}
     assert report.search is not None
-    assert report.search.explanation is None
+    assert report.search.explanation is not None
+    assert report.search.explanation.reading == "every norm weights read as 1 + w"
 
 
 @pytest.mark.slow
-def test_an_exchange_that_half_of_it_explains_is_in_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_is_named_that_no_half_of_it_explains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
     change = exchange("input_layernorm", "post_attention_layernorm")
     report = run(rewrite(tmp_path / "draft", change), "weights", num_prompts=6, max_new_tokens=32)
     assert report.search is not None
     first = report.search.readings[0]
     assert first.reading == "input_layernorm and post_attention_layernorm exchanged"
-    assert first.doubt is not None
-    assert report.search.explanation is None
+    assert first.doubt is None
+    assert report.search.explanation == first
 
 
 def search(name: str, causality: Any, *factors: str) -> ReadingSearch:
