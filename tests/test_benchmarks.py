@@ -55,6 +55,7 @@ def run(script: Any, monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str
     return code, [json.loads(line) for line in out.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_experts_are_timed_in_each_way(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(
         sys, "argv", ["experts.py", *SMALL, "--batches", "1", "--rows", "3", "--ways", ",".join(experts.WAYS)]
@@ -623,7 +624,7 @@ def fake_vllm(tmp_path: Path) -> str:
 def test_vllm_is_measured_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str
 ) -> None:
-    arguments = ("--batches", "1,3,2", "--context", "8", "--steps", "40", "--block", "8")
+    arguments = ("--batches", "1,3,2", "--context", "8", "--steps", "16", "--block", "8")
     arms = "vllm-plain,vllm-dflash,vllm-adaptive"
     more = ("--arms", arms, "--acceptance", "4", "--prefill", "16", "--vllm-path", fake_vllm)
     monkeypatch.setattr(step_time, "Gauges", SteadyGauges)

@@ -60,6 +60,7 @@ def test_forwards_in_pieces_change_no_result(has_draft: bool) -> None:
 
 
 @pytest.mark.interpreter
+@pytest.mark.slow
 def test_rooms_for_prompts_change_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A capture beside a later chunk of a prompt does not advance the prompt's states: at first every step captures."""
     monkeypatch.setattr(limits, "RIDGE_ROWS", 24)

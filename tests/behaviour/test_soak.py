@@ -193,7 +193,7 @@ def test_soak_with_a_draft_that_walks(num_requests: int, changes: dict[str, Any]
     assert seen["failures"] > 0
 
 
-@pytest.mark.parametrize("num_requests", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [12, pytest.param(1000, marks=pytest.mark.slow)])
 def test_soak_of_a_hybrid_target(num_requests: int) -> None:
     seen = soak(num_requests, seed=2, failing=0.03, make_target=make_hybrid)
     assert seen["preemptions"] > 0

@@ -103,7 +103,10 @@ def compare(
         ({"causal": (True, True), "windows": (6, None)}, {"scheduling": "sync"}, {}),
         ({"draft_vocab_size": 40}, {}, {"temperature": 1.0}),
         ({}, {"kv_dtype": "fp8"}, {}),
-        ({}, {"draft_sampling": "probabilistic"}, {"temperature": 1.0, "top_k": 30, "top_p": 0.9}),
+        pytest.param(
+            ({}, {"draft_sampling": "probabilistic"}, {"temperature": 1.0, "top_k": 30, "top_p": 0.9}),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

@@ -105,9 +105,10 @@ def test_sound_drafts_pass(
             lambda config: config["dflash_config"].update(target_layer_ids=[2, 4, 3, 0]),
             {"target_layer_ids": (0, 2, 3, 4)}, marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "R03", "mask", "config.json:dflash_config.mask_token_id",
             lambda config: config["dflash_config"].update(mask_token_id=4), {"mask_token_id": 3},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["taps", "rope", "scaling", "window", "order", "mask"],
