@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from dflash_cli.generation.answers import Answer
 from dflash_cli.probing.question import LAST, QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.token_equality import TokenText, compare_texts
+from dflash_cli.probing.token_equality import TokenText, Turn, compare_texts
 from dflash_runtime.phrases import plural
 
 FIRST, MORE = slice(0, 6), slice(6, 14)
-LOWER, EACH, MOST, MIN_STEPS = 0.85, 0.95, 0.6, 20
-"""Acceptance falls if less than LOWER of the draft tokens are accepted. For MOST prompts it must be less than EACH."""
+LOWER, MOST, MIN_STEPS, WHOLE = 0.93, 0.75, 20, 0.02
+"""Acceptance falls if steps accept less than LOWER of the draft tokens that they accepted before, and fewer for MOST
+prompts. A server with another mean than a WHOLE number of draft tokens per step chooses their number by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ def ask(session: QuestionSession) -> Outcome:
     if not _alike(session, pairs):
         return Outcome(seen="no answer has the same tokens and known steps again", findings=findings)
     before, now, falls = _figures(session, pairs)
+    falls = falls and not _chooses_widths(session)
     if falls:
         pairs += [(item, _again(session, item)) for item in answers[MORE]]
         before, now, falls = _figures(session, pairs)
@@ -66,6 +68,12 @@ def _again(session: QuestionSession, answer: Answer) -> CountedAnswer:
     return session.ask(answer.output.prompt_token_ids, session.asking.asked.max_new_tokens)
 
 
+def _chooses_widths(session: QuestionSession) -> bool:
+    """Whether the server chooses draft lengths by itself, and so may come to choose others."""
+    widths = session.first.widths
+    return session.server.drafts_every_step and widths is not None and abs(widths.mean - round(widths.mean)) > WHOLE
+
+
 def _alike(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnswer]]) -> list[Again]:
     """The pairs with the same tokens and known steps, or known sums where an answer has no more."""
     found = []
@@ -87,7 +95,7 @@ def _figures(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnsw
     accepted = [sum(item.accepted[side] for item in alike) for side in (0, 1)]
     steps = [sum(item.steps[side] for item in alike) for side in (0, 1)]
     before, now = accepted[0] / steps[0], accepted[1] / steps[1]
-    num_lower = sum(item.share < EACH for item in alike)
+    num_lower = sum(item.share < 1 for item in alike)
     falls = now < LOWER * before and num_lower >= MOST * len(alike) and steps[1] >= MIN_STEPS and len(alike) > 1
     return 1 + before, 1 + now, falls
 
@@ -96,7 +104,8 @@ def _changed(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnsw
     """Other tokens than in the first run, under the same condition."""
     if session.first.concurrency != 1:
         return
-    first, again = {}, {}
+    first: dict[Turn, TokenText] = {}
+    again: dict[Turn, TokenText] = {}
     for place, (answer, now) in enumerate(pairs):
         ids = (answer.output.prompt_token_ids, answer.output.token_ids, now.served.token_ids)
         is_cut = (answer.output.finish_reason == "length", now.served.finish_reason == "length")

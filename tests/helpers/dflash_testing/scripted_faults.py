@@ -168,10 +168,12 @@ class Wide(Script):
         return message | {"content": text}, reason, count
 
     def as_stream(self, pieces: list[str]) -> list[str]:
-        given = {"sound": lambda letter: letter, "replaced": lambda _: "\ufffd" * 3, "dropped": lambda _: ""}[
-            self.streams
-        ]
-        return ["".join(x if ord(x) < 0x2000 else given(x) for x in piece) for piece in pieces]
+        def sent(letter: str) -> str:
+            if ord(letter) < 0x2000 or self.streams == "sound":
+                return letter
+            return "\ufffd" * 3 if self.streams == "replaced" else ""
+
+        return ["".join(map(sent, piece)) for piece in pieces]
 
 
 @dataclass
