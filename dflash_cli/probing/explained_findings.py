@@ -14,6 +14,7 @@ LOW = {"acceptance-low-everywhere", "acceptance-falls-within-answers", "second-t
 LATER = {"acceptance-falls-with-load", "acceptance-falls-with-context", "second-turn-lowers-acceptance"}
 """Findings that compare a later condition with the first run."""
 SHAPES = {"acceptance-stops", "acceptance-cliff"}
+"""Findings on positions. Positions that are never drafted look like positions that are never accepted."""
 EXPLAINS: Mapping[str, set[str]] = {
     "counters-reset": {"counters-incomplete"},
     "acceptance-falls-with-time": {
@@ -27,6 +28,7 @@ EXPLAINS: Mapping[str, set[str]] = {
         "prefix-cache-unused", "acceptance-falls-within-answers", "acceptance-falls-with-time", *LATER, *NOT_DRAFTED,
     },
     "draft-not-engaged": NOT_DRAFTED,
+    "draft-capped": SHAPES,
     "partly-drafted": {
         "draft-off-under-load", "acceptance-falls-within-answers", "second-turn-lowers-acceptance", *NOT_DRAFTED,
     },

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from dflash_cli.probing.draft_findings import unlike_names
+from dflash_cli.probing.explained_findings import drop_explained
+from dflash_cli.probing.served_finding import ServedFinding
 from dflash_testing.scripted_faults import (
     Ageing,
     Fading,
@@ -117,3 +119,11 @@ def test_evidence_names_the_penalty_the_slots_and_the_names(monkeypatch: pytest.
     for name, words in {"23": "already has", "27": "3 of its 4 slots", "25 names": "thinking and instruct"}.items():
         (item,) = probe_script(monkeypatch, FAULTS[name][0]()).findings
         assert words in item.seen
+
+
+def test_positions_that_are_not_drafted_are_not_said_to_be_rejected() -> None:
+    found = [
+        ServedFinding(id=id, severity="warning", seen="", follows="", next="")
+        for id in ("acceptance-cliff", "draft-capped")
+    ]
+    assert [item.id for item in drop_explained(found)] == ["draft-capped"]
