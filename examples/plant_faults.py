@@ -30,7 +30,7 @@ from dflash_cli.diagnosis.run_settings import RunSettings, SearchBudget
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 
 NUM_PROMPTS, NUM_TOKENS = 12, 48
 

@@ -45,8 +45,8 @@ from dflash_cli.diagnosis.run_settings import ExpectedFigure, RunSettings, Searc
 from dflash_cli.rules.rule import rules_of
 from dflash_cli.rules.subject import ValidationPlan, open_subject
 from dflash_cli.rules.validator import apply_rules
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.documents import copy_fields
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import DFlashError
 
 PAIRS = Path(__file__).parent.parent / "tests" / "data" / "pairs"

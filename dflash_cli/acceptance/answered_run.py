@@ -9,8 +9,8 @@ from dflash_cli.generation.answers import Event
 from dflash_cli.generation.loaded_pair import LOADED_SETTINGS, OpenedPair
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.run_facts import PairRun
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.documents import copy_fields, to_json
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.scheduling.request import SamplingParams
 
 if TYPE_CHECKING:

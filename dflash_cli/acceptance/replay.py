@@ -35,7 +35,6 @@ from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import digest_rows
 from dflash_cli.generation.run_facts import BorrowedEnds, ReplayRun, RunFacts
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.device.results import read_confidences
@@ -44,6 +43,7 @@ from dflash_runtime.device.text_pages import Anchor, TextPages
 from dflash_runtime.device.trees import TreeShape
 from dflash_runtime.documents import fields_of
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.limits import resolve_num_drafts

@@ -17,11 +17,12 @@ from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.layout import NOT_OWNED
 from dflash_runtime.checkpoint.runs_here import RunsHere, RunsHereEntry, how_it_runs, release_note
-from dflash_runtime.config import DraftConfig, TargetFacts
 from dflash_runtime.documents import OPTIONAL
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.json_values import finite
 from dflash_runtime.notices import Notice
+from dflash_runtime.target_config import TargetFacts
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.references import Location

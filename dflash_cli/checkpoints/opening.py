@@ -17,9 +17,10 @@ from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, open_store
 from dflash_runtime.checkpoint.hf_config import BODY_KEYS, read_target_config, read_target_facts
 from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
-from dflash_runtime.config import DraftConfig, TargetFacts
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, UsageError, naming_file
 from dflash_runtime.notices import Notice
+from dflash_runtime.target_config import TargetFacts
 
 logger = logging.getLogger(__name__)
 

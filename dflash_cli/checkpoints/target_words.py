@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from dflash_runtime.checkpoint.layer_kinds import CHUNKED, FEED_FORWARD, STATE_KINDS
-from dflash_runtime.config import RopeConfig, TargetFacts
+from dflash_runtime.config_parts import RopeConfig
+from dflash_runtime.target_config import TargetFacts
 
 MOST_LISTED = 8
 """The most layers of one kind whose numbers are listed, if they do not follow a rule."""

@@ -9,7 +9,8 @@ from dflash_cli.checkpoints.description import Description, KindFacts, describe_
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words, rope_in_words, ropes_in_words
 from dflash_cli.formats.fields import scales_in_use
 from dflash_cli.formats.unserved import unserved_in_words
-from dflash_runtime.config import DraftConfig, TargetConfig, TargetFacts
+from dflash_runtime.draft_config import DraftConfig
+from dflash_runtime.target_config import TargetConfig, TargetFacts
 
 MOST_NAMED = 10
 """The most tensors of a group that have a line each. A larger group is one line, unless `with_tensors`."""

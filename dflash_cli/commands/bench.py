@@ -9,7 +9,7 @@ from dflash_cli.terminal.options import GateFileOptions, PairOptions, PromptOpti
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.sampling_options import DraftedOptions, RivalOptions, SeedOptions
 from dflash_cli.terminal.shown import Shown, Table
-from dflash_runtime.config import MAX_TREE_NODES
+from dflash_runtime.engine_config import MAX_TREE_NODES
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
 

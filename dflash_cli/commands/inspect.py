@@ -154,7 +154,7 @@ def _estimate(request: InspectionRequest, target: str) -> "PairMemory":
     from dflash_cli.checkpoints.opening import open_draft, open_target
     from dflash_cli.checkpoints.references import Role, find_checkpoint, open_checkpoint
     from dflash_cli.engines.pair_memory import measure_pair
-    from dflash_runtime.config import EngineConfig
+    from dflash_runtime.engine_config import EngineConfig
 
     locations = find_checkpoint(request.reference, Role.DRAFT), find_checkpoint(target, Role.TARGET)
     draft, verifier = open_draft(open_checkpoint(locations[0])), open_target(open_checkpoint(locations[1]))

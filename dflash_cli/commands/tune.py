@@ -20,7 +20,7 @@ from dflash_cli.terminal.options import (
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.sampling_options import RivalOptions, SamplingOptions
 from dflash_cli.tuning.what_if import parse_what_ifs
-from dflash_runtime.config import MAX_TREE_NODES
+from dflash_runtime.engine_config import MAX_TREE_NODES
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress

@@ -14,7 +14,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.target_copies import target_tensor
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import GateFailed
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from dflash_cli.formats.dialect import (
 )
 from dflash_cli.formats.fields import REMOVED, with_keys
 from dflash_runtime.checkpoint.pair import DraftSource, check_pair
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError, naming_file
 from dflash_runtime.notices import Notice
 

@@ -12,7 +12,7 @@ from dflash_cli.formats.decoder_body import STORED_AS
 from dflash_cli.formats.dialect import Format, Json, named_architectures
 from dflash_cli.formats.fields import SCALES
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
-from dflash_runtime.config import DraftConfig, Verifier
+from dflash_runtime.draft_config import DraftConfig, Verifier
 from dflash_runtime.notices import Notice
 
 

@@ -7,7 +7,7 @@ from dflash_cli.checkpoints.byte_comparison import same_bytes
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.byte_progress import Progress
 from dflash_cli.conversion.plan import ConversionPlan
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import GateFailed
 
 

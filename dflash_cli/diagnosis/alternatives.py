@@ -14,8 +14,10 @@ from dflash_cli.diagnosis.equal_scales import EMBEDDING, equal_names
 from dflash_cli.diagnosis.weight_readings import probes, weight_readings
 from dflash_cli.diagnosis.weight_rewrites import Rewrite, Spot
 from dflash_cli.diagnosis.weight_space import MOST_LAYERS_ALONE, WeightReading, WeightSpace
-from dflash_runtime.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_runtime.config_parts import RopeConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.registry import Registry
+from dflash_runtime.target_config import TargetConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

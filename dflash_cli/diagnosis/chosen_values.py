@@ -6,7 +6,7 @@ from dataclasses import replace
 from dflash_cli.diagnosis.alternatives import AlternativeReading
 from dflash_cli.diagnosis.reading_results import ReadingResult, by_loss
 from dflash_cli.diagnosis.run_settings import Score
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 
 NEARLY_ALL = 0.75
 """Share of the drafted tokens from which the block may be shorter than in training."""

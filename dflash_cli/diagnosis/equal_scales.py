@@ -13,7 +13,7 @@ from itertools import combinations
 from dflash_cli.diagnosis.weight_orders import DOWN, GATE, KEY, OUT, QUERY, UP, VALUE
 from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, LAYER_NORMS
 from dflash_cli.diagnosis.weight_space import Where, short
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 
 EMBEDDING, LOGITS = "embeddings", "logits"
 """Settings of the config that scale like parts: the embeddings, and output_multiplier."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.layers import Linear
 from dflash_runtime.models.weights import Weights

@@ -15,14 +15,15 @@ from dflash_cli.diagnosis.reading_screen import KnownTexts, ReadingScreen
 from dflash_cli.diagnosis.run_settings import SearchBudget
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import EngineConfig, TargetConfig
 from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.drafts.draft import Draft, build_draft
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Linear
 from dflash_runtime.models.target import find_target_runtime
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.target_config import TargetConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -49,7 +49,7 @@ from dflash_cli.diagnosis.same_part import is_contesting, readings_of_same_parts
 from dflash_cli.diagnosis.suspect_parts import harmful_spots, most_pulled, most_strained, suspect_spots
 from dflash_cli.diagnosis.weight_rewrites import Spot
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.request import RequestOutput
 

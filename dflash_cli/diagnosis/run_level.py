@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.rule import FIX_RUN_LEVEL, Problem, Severity, check
 from dflash_cli.rules.subject import CONFIG_FILE, WEIGHTS, Subject
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 
 if TYPE_CHECKING:
     from dflash_cli.diagnosis.reading_results import ReadingResult, ReadingSearch

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dflash_cli.diagnosis.reading_results import ReadingResult
 from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, MATRICES, NORMS, PARTS, QKV, Spot, part_of
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from dflash_cli.diagnosis.weight_orders import DOWN, GATE, KEY, OUT, QUERY, UP, 
 from dflash_cli.diagnosis.weight_rewrites import ENDS, LAYER_NORMS, MATRICES, NORMS, Rewrite, part_of
 from dflash_cli.diagnosis.weight_space import WeightReading, WeightSpace, Where, named, only, short, spots
 from dflash_cli.rules.themes.unpacked import is_one_sided
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

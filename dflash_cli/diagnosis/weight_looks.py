@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dflash_cli.diagnosis.weight_rewrites import ENDS, part_of
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

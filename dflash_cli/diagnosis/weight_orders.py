@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dflash_cli.diagnosis import weight_rewrites as rewrites
 from dflash_cli.diagnosis.weight_rewrites import HEAD_NORMS, LAYER_NORMS, QKV, Order
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

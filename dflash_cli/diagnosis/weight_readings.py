@@ -23,7 +23,7 @@ from dflash_cli.diagnosis.weight_rewrites import (
     Spot,
 )
 from dflash_cli.diagnosis.weight_space import MOST_LAYERS_ALONE, WeightReading, WeightSpace, named, only, short, spots
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ import torch when they run.
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from typing import Any
 from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.engine_reading import real, whole
 from dflash_cli.formats.fields import SELECTOR_FIELDS as FIELDS
-from dflash_runtime.config import ConvolutionConfig, MarkovConfig, SelectorConfig
+from dflash_runtime.draft_config import ConvolutionConfig, MarkovConfig, SelectorConfig
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.json_values import is_int
 

@@ -10,7 +10,7 @@ from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
     from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
-    from dflash_runtime.config import EngineConfig
+    from dflash_runtime.engine_config import EngineConfig
 
 PARTS = {
     "target": "weights of the target",

@@ -21,10 +21,10 @@ from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.rule import Check, Outcome, Problem
 from dflash_cli.rules.subject import Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
-from dflash_runtime.config import TargetFacts
 from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import closest
 from dflash_runtime.registry import Registry
+from dflash_runtime.target_config import TargetFacts
 
 Release = tuple[int, ...]
 

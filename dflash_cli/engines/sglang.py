@@ -28,7 +28,7 @@ from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import BFLOAT16, Outcome, Problem, check
 from dflash_cli.rules.shapes import reduced_vocabulary, stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.json_values import as_object
 
 NAME = "sglang"

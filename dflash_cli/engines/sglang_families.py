@@ -16,7 +16,7 @@ from dflash_cli.formats.fields import SCALES
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import FIX_COPY, Problem
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import LossyConversion
 
 DSPARK_CODE = "SGLang 0.5.23 models/dspark.py, dspark_config.py"

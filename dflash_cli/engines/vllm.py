@@ -46,7 +46,7 @@ from dflash_cli.rules.subject import CONFIG_FILE, WEIGHTS, NamedEngine, Subject
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import CONFIDENCE, DRAFT_TO_TARGET, SINKS
 from dflash_runtime.checkpoint.target_facts import decoder_config
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.json_values import as_object
 from dflash_runtime.notices import Notice
 

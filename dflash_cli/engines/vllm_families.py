@@ -16,7 +16,7 @@ from dflash_cli.formats.fields import LOGIT_SCALE
 from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import FIX_COPY, Problem
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 
 DSPARK_CODE = "vLLM 0.33.0 qwen3_dspark.py"
 

@@ -8,7 +8,8 @@ from dflash_cli.formats.dialect import Json, all_formats
 from dflash_cli.formats.fields import LOGIT_SCALE, Keys
 from dflash_runtime.checkpoint.hf_config import BODY_KEYS as SIZE_KEYS
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_body, require_number
-from dflash_runtime.config import DraftConfig, RopeConfig
+from dflash_runtime.config_parts import RopeConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion
 from dflash_runtime.json_values import as_object, is_int
 from dflash_runtime.notices import Notice

@@ -18,7 +18,7 @@ from dflash_cli.formats.native import Native
 from dflash_cli.formats.relatives import Relative
 from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import register_speculator, update_dflash
-from dflash_runtime.config import ConvolutionConfig, DraftConfig, SelectorConfig
+from dflash_runtime.draft_config import ConvolutionConfig, DraftConfig, SelectorConfig
 from dflash_runtime.errors import LossyConversion
 
 FAMILY = "dflash2"

@@ -22,7 +22,7 @@ from dflash_cli.formats.fields import (
     scales_in_use,
     unknown_rope_keys,
 )
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
 from dflash_runtime.json_values import as_object
 from dflash_runtime.notices import Notice

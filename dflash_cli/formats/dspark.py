@@ -30,7 +30,7 @@ from dflash_cli.formats.native import Native
 from dflash_cli.formats.relatives import Relative
 from dflash_cli.formats.speculators import BODY, SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import register_speculator, update_dflash
-from dflash_runtime.config import DraftConfig, MarkovConfig
+from dflash_runtime.draft_config import DraftConfig, MarkovConfig
 from dflash_runtime.errors import MISSING, InvalidConfig
 
 FAMILY = "dspark"

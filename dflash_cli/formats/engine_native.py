@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import STYLE_FLAGS, Json
 from dflash_cli.formats.native import Native
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import LossyConversion
 from dflash_runtime.notices import Notice
 

@@ -19,7 +19,8 @@ from dflash_cli.formats.relatives import served_in_words
 from dflash_runtime.checkpoint.gguf import DRAFTS, shortest, to_float32
 from dflash_runtime.checkpoint.gguf_checkpoint import gguf_name
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, require_int
-from dflash_runtime.config import DraftConfig, RopeConfig
+from dflash_runtime.config_parts import RopeConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError
 from dflash_runtime.json_values import as_object, is_int
 from dflash_runtime.notices import Notice

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import FORMATS, Json, cannot_state
 from dflash_cli.formats.native import Native
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.notices import Notice
 
 FLAT_KEYS = ("block_size", "mask_token_id", "target_layer_ids")

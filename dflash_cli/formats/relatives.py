@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import Format, Json, ParsedConfig, named_architectures, servers_of
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UnknownFormat, UnsupportedError
 
 TARGET_CLASS = r"(Text)?(ForCausalLM|ForConditionalGeneration|Model)$"

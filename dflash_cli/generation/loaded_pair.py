@@ -28,13 +28,14 @@ from dflash_cli.terminal import console
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.pair import TargetSource, check_pair
 from dflash_runtime.checkpoint.tokenizer import find_stop_ids
-from dflash_runtime.config import EngineConfig, TargetConfig, TargetFacts
 from dflash_runtime.device.attention import check_trees
 from dflash_runtime.documents import copy_fields, fields_of
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.limits import resolve_model_len, resolve_num_drafts
 from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.target_config import TargetConfig, TargetFacts
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from dflash_cli.handoff.prefill_messages import Loaded, Opened, Opening, Prefill
 from dflash_cli.handoff.prefill_process import PrefillProcess
 from dflash_cli.terminal import console
 from dflash_cli.workers.messages import WorkerSpec
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable, UsageError
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_locations import FOLDER, open_connector

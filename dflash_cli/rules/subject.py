@@ -17,9 +17,11 @@ from dflash_cli.formats.stated import MAX_LAYERS, StatedConfig
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.gguf_checkpoint import is_plain
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import DraftConfig, RopeConfig, TargetFacts
+from dflash_runtime.config_parts import RopeConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, naming_file
 from dflash_runtime.json_values import is_int
+from dflash_runtime.target_config import TargetFacts
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from dflash_cli.terminal.requests import ENGINE, SIZE, Option, Request, paramete
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from dflash_runtime.config import EngineConfig
+    from dflash_runtime.engine_config import EngineConfig
 
 CONFIG_FIELDS = {
     "concurrency": "max_num_requests",
@@ -140,7 +140,7 @@ class EngineOptions(DeviceOptions):
 
         `threads` is set for the whole process.
         """
-        from dflash_runtime.config import EngineConfig
+        from dflash_runtime.engine_config import EngineConfig
 
         given = values_of(self, EngineOptions)
         del given["threads"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dflash_cli.terminal.requests import DRAFTING, Option, Request
-from dflash_runtime.config import MAX_TREE_NODES
+from dflash_runtime.engine_config import MAX_TREE_NODES
 from dflash_runtime.errors import UsageError
 
 

@@ -20,8 +20,8 @@ from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.tuning.batch_speeds import BatchSpeed, RivalSpeed, Speed, TreeSpeed, Window, step_times
 from dflash_cli.tuning.round_intervals import CONFIDENCE, half_width
 from dflash_cli.tuning.step_parts import StepParts, silence_draft, silence_target
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.phrases import plural

@@ -11,7 +11,7 @@ from dflash_cli.terminal.sampling_options import LookupName
 from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers
 from dflash_cli.tuning.step_costs import StepCosts, check_complete, read_step_costs
 from dflash_cli.tuning.what_if import WhatIf
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 
 

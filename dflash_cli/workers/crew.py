@@ -18,7 +18,7 @@ from dflash_cli.generation.run_facts import PairRun, WorkerEngine, Workers, comm
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.terminal import console
 from dflash_cli.workers.messages import Batch, Cluster, Piece, Refusal, Report, WorkerFacts, WorkerSpec
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError, CheckpointError, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural

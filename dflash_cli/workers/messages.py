@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dflash_cli.checkpoints.opening import NO_OVERRIDES, Overrides
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError, DFlashError
 from dflash_runtime.notices import Notice
 

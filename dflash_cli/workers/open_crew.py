@@ -11,7 +11,7 @@ from dflash_cli.terminal import console
 from dflash_cli.workers.crew import Crew
 from dflash_cli.workers.messages import WorkerSpec
 from dflash_cli.workers.ray_start import check_workers, joined
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.phrases import plural
 
 

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from dflash_cli.workers.ray_cluster import RayCluster
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
 
 LOCAL = "local"

@@ -23,7 +23,7 @@ from typing import Any
 
 from dflash_runtime.checkpoint.files import DTYPE_BYTES
 from dflash_runtime.checkpoint.layout import body_shapes
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from timing.pairs import SHAPES, model_configs
 
 ROOT = Path(__file__).resolve().parents[2]

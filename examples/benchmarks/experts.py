@@ -29,9 +29,11 @@ from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
-from dflash_runtime.config import DraftConfig, EngineConfig, ExpertsConfig, RopeConfig, TargetConfig
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.experts import Experts
 from dflash_runtime.models.placement import Placement
@@ -39,6 +41,7 @@ from dflash_runtime.models.qwen3_moe import Qwen3MoeTarget
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.target_config import ExpertsConfig, TargetConfig
 from timing.ceilings import device_ms, measure_rates
 from timing.engine_arms import wait
 from timing.pairs import BLOCK, counts, open_device, run_dtype

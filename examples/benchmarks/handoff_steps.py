@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams

@@ -18,7 +18,7 @@ from dflash_cli.generation.loaded_pair import device_name
 from dflash_cli.tuning.candidates import candidates_for, default_numbers
 from dflash_cli.tuning.speed import SpeedRequest
 from dflash_cli.tuning.step_timing import measure_step_costs, num_timed_rounds
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from timing.pairs import BLOCK, SHAPES, build_pair, counts, open_device, random_prompt
 
 

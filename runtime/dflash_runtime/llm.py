@@ -19,7 +19,6 @@ import torch
 
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
 from dflash_runtime.checkpoint.tokenizer import Tokenizer
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.kv_pages import PagePorter
 from dflash_runtime.device.loading import LoadedPair, load_pair
 from dflash_runtime.device.memory import fit_num_pages, fit_num_snapshots
@@ -29,6 +28,7 @@ from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.documents import copy_fields
 from dflash_runtime.drafts.lookups import lookups
 from dflash_runtime.engine import Engine
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore

@@ -14,10 +14,10 @@ import torch
 
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.settings import device_of
 from dflash_runtime.device.splitting import check_split
 from dflash_runtime.engine import StopAt
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import DFlashError, PeerUnreachable
 from dflash_runtime.line_process import ENDING_S, LineProcess
 from dflash_runtime.rank_messages import (

@@ -26,7 +26,7 @@ from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig
 from dflash_cli.formats.fields import INVERTED, Keys, Spelling, shifted, with_keys
 from dflash_cli.formats.stated import StatedConfig
 from dflash_runtime.checkpoint.hf_config import read_body, read_windows, require_int
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion
 
 WRITTEN = ("target_layer_ids", "num_target_layers", "block_size", "mask_token_id")

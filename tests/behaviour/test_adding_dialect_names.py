@@ -23,7 +23,7 @@ from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig
 from dflash_cli.formats.fields import Keys, Spelling, look_up, shifted, with_keys
 from dflash_cli.formats.stated import StatedConfig
 from dflash_runtime.checkpoint.hf_config import read_body, require_int
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import InvalidConfig
 
 NAMES = {

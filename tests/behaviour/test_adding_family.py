@@ -138,7 +138,8 @@ from dataclasses import dataclass
 from dflash_cli.formats.decoder_body import BODY_FIELDS
 from dflash_cli.formats.dialect import FORMATS, Format, ParsedConfig
 from dflash_cli.formats.fields import shifted
-from dflash_runtime.config import DraftConfig, RopeConfig
+from dflash_runtime.config_parts import RopeConfig
+from dflash_runtime.draft_config import DraftConfig
 
 
 @dataclass(frozen=True, kw_only=True)

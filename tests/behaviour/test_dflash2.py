@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dflash_kernels.suite import REFERENCE, triton_kernels
-from dflash_runtime.config import SelectorConfig
+from dflash_runtime.draft_config import SelectorConfig
 from dflash_runtime.errors import InvalidConfig, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams

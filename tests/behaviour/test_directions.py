@@ -21,7 +21,7 @@ from dflash_cli.conversion.verify import differing_fields
 from dflash_cli.formats.dialect import Format, writable_formats
 from dflash_runtime.checkpoint.files import read_header
 from dflash_runtime.checkpoint.layout import owned_shapes
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing import dialects

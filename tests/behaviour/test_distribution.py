@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dflash_kernels.sampling import filtered_probs_ref
-from dflash_runtime.config import MarkovConfig
+from dflash_runtime.draft_config import MarkovConfig
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.target import Target

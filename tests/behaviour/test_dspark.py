@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dflash_kernels.suite import REFERENCE, triton_kernels
-from dflash_runtime.config import MarkovConfig
+from dflash_runtime.draft_config import MarkovConfig
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams

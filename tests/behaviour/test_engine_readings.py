@@ -14,7 +14,7 @@ from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import LossyConversion
 from dflash_testing import checkpoints as support
 from dflash_testing import dialects

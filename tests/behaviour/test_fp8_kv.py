@@ -24,9 +24,9 @@ from dflash_kernels.kv_format import UNSCALED, KVScales
 from dflash_kernels.kv_store import kv_store_ref
 from dflash_kernels.rope_store import HALVES, KVPlace, Turn, rope_store_ref
 from dflash_kernels.suite import REFERENCE, Kernels
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, DFlashError, UnsupportedError
 from dflash_runtime.kv_transfer.handoff import TARGET_PAGES
 from dflash_runtime.llm import LLM

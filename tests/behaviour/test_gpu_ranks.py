@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
 from dflash_testing.gpu import gpu_llm

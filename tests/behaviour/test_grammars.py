@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_runtime.config import MarkovConfig
 from dflash_runtime.documents import from_json, to_json
+from dflash_runtime.draft_config import MarkovConfig
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import DFlashError, UnsupportedError
 from dflash_runtime.llm import LLM

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.experts import ONE_LAUNCH
 from dflash_runtime.models.hosted import HostedTarget

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import load_target
 from dflash_runtime.scheduling.request import SamplingParams

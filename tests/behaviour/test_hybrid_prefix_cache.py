@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.config import RopeConfig
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device.recurrent import snapshot_bytes
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.llm import LLM

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.config import RopeConfig
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device import recurrent
 from dflash_runtime.device.recurrent import LATEST, STATES, BlockRecall
 from dflash_runtime.device.text_pages import read_features

@@ -10,7 +10,7 @@ import torch
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_runtime.config import RopeConfig
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.kv_transfer.handoff import STATE

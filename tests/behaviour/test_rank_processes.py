@@ -16,8 +16,8 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.commands.eval_acceptance import EvaluationRequest, evaluate
 from dflash_cli.commands.generate import GenerationRequest
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import DFlashError, PeerUnreachable, UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.rank_messages import RankFailure, Run, Stop, from_line, to_line

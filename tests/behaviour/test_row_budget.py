@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dflash_kernels.given_rows import give_rows, give_rows_ref
 from dflash_kernels.launch_config import HAS_TRITON
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device import acceptance_model, shared_rows
 from dflash_runtime.device.settings import apply_exclusions
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling import row_budget
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.block_attention import PLAIN, Softmax
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device import spreading
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.device.spreading import resolve_spread, share_out
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models import hosted

@@ -23,9 +23,9 @@ from dflash_runtime.checkpoint.hosted_config import open_decoder, recorded_types
 from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.runs_here import TargetRuntime, how_it_runs, native_families
-from dflash_runtime.config import TargetConfig, TargetFacts
 from dflash_runtime.errors import MISSING, DFlashError, InvalidConfig
 from dflash_runtime.models.target import _native_config, load_target, target_families
+from dflash_runtime.target_config import TargetConfig, TargetFacts
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import placement
 from dflash_testing.paths import ROOT

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.drafts.draft import SelectingDraft
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams

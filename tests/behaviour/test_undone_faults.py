@@ -21,7 +21,7 @@ from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.references import Role
 from dflash_cli.diagnosis.weight_readings import weight_readings
 from dflash_cli.diagnosis.weight_space import WeightSpace
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 
 UNLIKE_THE_REST = ("v_proj scaled in all layers but one",)
 """Faults whose factor is read off other layers: in a draft of three layers the two scaled ones are the rule."""

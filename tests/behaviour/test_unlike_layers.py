@@ -20,11 +20,12 @@ from dflash_kernels.suite import triton_kernels
 from dflash_runtime.checkpoint.gemma4_config import read_gemma4_config
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.runs_here import how_it_runs
-from dflash_runtime.config import EngineConfig, RopeConfig
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device.attention import Capability, check_capability
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import InvalidConfig, UnsupportedError
 from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes, target_families
 from dflash_runtime.scheduling.request import SamplingParams

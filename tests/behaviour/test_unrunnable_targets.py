@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.target import find_target_runtime, target_families
+from dflash_runtime.target_config import TargetConfig
 from dflash_testing import checkpoints as support
 from dflash_testing.published_targets import TARGETS
 from dflash_testing.refusals import refuses

@@ -12,10 +12,10 @@ import torch
 
 from dflash_cli.acceptance.draft_confidence import find_confidence
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import load_draft_weights
 from dflash_runtime.drafts.dspark import DSparkDraft
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.limits import resolve_num_drafts
 from dflash_runtime.scheduling.request import SamplingParams

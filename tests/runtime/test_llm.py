@@ -20,10 +20,10 @@ from torch import Tensor
 import dflash_runtime
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device import loading
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.drafts.dflash import DFlashDraft
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import MLP, Attend

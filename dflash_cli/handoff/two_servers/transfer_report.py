@@ -15,11 +15,11 @@ from dflash_cli.handoff.two_servers.transfer import Transfer
 from dflash_cli.rules.report import Findings
 from dflash_cli.rules.rule import SEVERITIES, Finding, rules_of
 from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
-from dflash_runtime.config import TargetFacts
 from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.errors import DFlashError, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
+from dflash_runtime.target_config import TargetFacts
 
 SHOWN_ARGUMENTS = 4
 """The most ignored arguments that a note names."""

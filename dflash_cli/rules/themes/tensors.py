@@ -27,7 +27,7 @@ from dflash_runtime.checkpoint.layout import (
     layer_indices,
     owned_shapes,
 )
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.json_values import is_int
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dflash_runtime.checkpoint.layout import owned_shapes
-from dflash_runtime.config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig
+from dflash_runtime.draft_config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig
 from dflash_runtime.drafts.draft import build_draft
 from dflash_runtime.llm import LLM
 from timing.accounting import StepAccount, profile_steps

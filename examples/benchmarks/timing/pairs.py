@@ -12,10 +12,12 @@ from torch import Tensor
 
 from dflash_kernels.suite import pick_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
-from dflash_runtime.config import DraftConfig, EngineConfig, ExpertsConfig, RecurrenceConfig, RopeConfig, TargetConfig
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.settings import rows_of_a_step
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.models.decoder_target import DecoderTarget
 from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
@@ -27,6 +29,7 @@ from dflash_runtime.models.target_shares import share_config
 from dflash_runtime.models.weights import Weights, stack_projections
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.target_config import ExpertsConfig, RecurrenceConfig, TargetConfig
 
 BLOCK = 16
 MASK_FROM_END = 267

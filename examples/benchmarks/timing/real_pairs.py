@@ -20,10 +20,11 @@ from dflash_kernels.suite import pick_kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.runs_here import TargetRuntime
-from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.settings import rows_of_a_step
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.draft import build_draft
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.models.hosted import host_model
 from dflash_runtime.models.hosted_attention import TRIAL, register_attention
 from dflash_runtime.models.own_cache_trial import own_cache_target
@@ -32,6 +33,7 @@ from dflash_runtime.models.target import Target, find_target_runtime, target_fam
 from dflash_runtime.models.text_part import causal_part, model_class
 from dflash_runtime.models.weights import Weights, stack_projections
 from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.target_config import TargetConfig
 from timing.pairs import BLOCK, RandomPair, Shape, normal_weights, run_dtype, stacked_weights
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dflash_runtime.checkpoint.files import DTYPE_BYTES, Checkpoint, TensorInfo
 from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, canonical_name, find_stored_rows
 from dflash_runtime.checkpoint.target_facts import MLX, NESTED, PACKING, mlx_bits
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.json_values import as_object
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.errors import MISSING, InvalidConfig
 from dflash_runtime.json_values import is_int
+from dflash_runtime.target_config import ExpertsConfig
 
 WITH_EXPERTS = ("qwen3_moe",)
 """Model types with experts that this module reads."""

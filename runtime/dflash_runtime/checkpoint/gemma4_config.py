@@ -15,9 +15,9 @@ from dflash_runtime.checkpoint.hf_config import (
 )
 from dflash_runtime.checkpoint.layer_kinds import FULL, SLIDING
 from dflash_runtime.checkpoint.target_facts import decoder_config
-from dflash_runtime.config import ExpertsConfig, GemmaConfig, TargetConfig
 from dflash_runtime.errors import MISSING, InvalidConfig
 from dflash_runtime.json_values import as_index, as_object, is_int
+from dflash_runtime.target_config import ExpertsConfig, GemmaConfig, TargetConfig
 
 GEMMA4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 """Model types of Gemma 4: the text part alone, and the multimodal models."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from dflash_runtime.checkpoint.hf_config import common_facts, foreign_parts, not_run, read_body, read_windows
 from dflash_runtime.checkpoint.target_facts import decoder_config
-from dflash_runtime.config import ClampedGate, ExpertsConfig, TargetConfig
 from dflash_runtime.errors import MISSING, InvalidConfig
+from dflash_runtime.target_config import ClampedGate, ExpertsConfig, TargetConfig
 
 USUAL: Mapping[str, Any] = {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 """Values of absent keys, on which readers agree. Source: transformers' GptOssConfig."""

@@ -11,9 +11,10 @@ from typing import Any
 from dflash_runtime.checkpoint.experts_config import WITH_EXPERTS, read_experts
 from dflash_runtime.checkpoint.layer_kinds import KINDS
 from dflash_runtime.checkpoint.target_facts import decoder_config, read_depth, read_hidden_size, read_traits
-from dflash_runtime.config import RopeConfig, TargetConfig, TargetFacts
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import is_int, is_number
+from dflash_runtime.target_config import TargetConfig, TargetFacts
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

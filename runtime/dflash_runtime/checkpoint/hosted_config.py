@@ -16,9 +16,10 @@ from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, not_run, read_tok
 from dflash_runtime.checkpoint.layer_kinds import LISTS
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.target_facts import decoder_config
-from dflash_runtime.config import OwnCache, RopeConfig, TargetConfig
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.errors import CheckpointError, naming_file
 from dflash_runtime.json_values import as_object, is_int, is_number
+from dflash_runtime.target_config import OwnCache, TargetConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

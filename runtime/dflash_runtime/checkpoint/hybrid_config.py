@@ -8,9 +8,9 @@ from dflash_runtime.checkpoint.experts_config import read_experts_in_every_layer
 from dflash_runtime.checkpoint.hf_config import common_facts, foreign_parts, not_run, read_body, require_int
 from dflash_runtime.checkpoint.layer_kinds import FULL, LINEAR
 from dflash_runtime.checkpoint.target_facts import decoder_config
-from dflash_runtime.config import ExpertsConfig, RecurrenceConfig, TargetConfig
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.json_values import is_number
+from dflash_runtime.target_config import ExpertsConfig, RecurrenceConfig, TargetConfig
 
 ExpertsReader = Callable[[Mapping[str, Any], int, Path], ExpertsConfig]
 """Reads the experts from a decoder's config, given its number of layers; see `experts_config`."""

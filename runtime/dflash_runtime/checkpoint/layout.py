@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from dflash_runtime.config import DraftConfig, MarkovConfig
+from dflash_runtime.draft_config import DraftConfig, MarkovConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch
 from dflash_runtime.registry import Registry
 

@@ -7,9 +7,10 @@ from typing import Protocol
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8
 from dflash_runtime.checkpoint.hf_config import read_target_config
-from dflash_runtime.config import DraftConfig, TargetConfig, TargetFacts
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import PairMismatch
 from dflash_runtime.json_values import is_int
+from dflash_runtime.target_config import TargetConfig, TargetFacts
 
 
 @dataclass(frozen=True, slots=True)

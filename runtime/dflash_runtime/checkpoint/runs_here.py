@@ -34,9 +34,9 @@ from dflash_runtime.checkpoint.target_quantization import (
     native_quantization,
     read_quantization,
 )
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.notices import Notice
+from dflash_runtime.target_config import TargetConfig
 
 if TYPE_CHECKING:
     from dflash_runtime.checkpoint.hosted_config import DecoderConfig

@@ -8,8 +8,9 @@ causal draft runs on a backend that has only causal attention.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.target_config import TargetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

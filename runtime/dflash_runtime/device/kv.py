@@ -22,9 +22,10 @@ from dflash_kernels.kv_format import UNSCALED, KVScales
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.slot_mapping import PAD
 from dflash_kernels.suite import Kernels
-from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.models.layers import Recall
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.target_config import TargetConfig
 
 
 class KVCache:

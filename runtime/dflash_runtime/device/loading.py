@@ -14,7 +14,6 @@ from dflash_runtime.checkpoint.runs_here import TargetRuntime, kept_packed
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_runtime.checkpoint.weight_digests import WeightDigest
-from dflash_runtime.config import EXACT_REQUESTS, DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.memory import Fit, WeightBytes
 from dflash_runtime.device.settings import (
@@ -28,8 +27,10 @@ from dflash_runtime.device.settings import (
 )
 from dflash_runtime.device.splitting import check_split
 from dflash_runtime.device.spreading import resolve_spread
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
 from dflash_runtime.drafts.lookups import lookups
+from dflash_runtime.engine_config import EXACT_REQUESTS, EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.models.kv_scales import read_kv_scales
 from dflash_runtime.models.own_cache import OwnCacheTarget
@@ -40,6 +41,7 @@ from dflash_runtime.models.weights import Weights, native_bytes, plain_weights
 from dflash_runtime.notices import Notice
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.target_config import TargetConfig
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.host_memory import available_bytes
 from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.device.recurrent import snapshot_bytes, state_bytes
 from dflash_runtime.device.row_buckets import attention_numbers, row_buckets
 from dflash_runtime.device.spreading import share_out
+from dflash_runtime.draft_config import DraftConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.models.own_cache import score_bytes
 from dflash_runtime.models.placement import Placement, Spread
 from dflash_runtime.scheduling.limits import RIDGE_ROWS, Limits
 from dflash_runtime.scheduling.width import widths_for
+from dflash_runtime.target_config import TargetConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,15 @@ import torch
 from dflash_kernels.launch_config import MAX_GRID
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
-from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
 from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.device.loading import PairPlan, plan_pair
 from dflash_runtime.device.memory import fit_num_pages, fit_num_snapshots, scratch_bytes, text_bytes, wanted_pages
 from dflash_runtime.device.memory_parts import GpuFit, LayerKV, MemoryParts, RecurrentMemory
 from dflash_runtime.device.recurrent import snapshot_bytes, state_bytes
+from dflash_runtime.draft_config import DraftConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError
+from dflash_runtime.target_config import TargetConfig
 
 ANY_GPU = torch.device("cuda", 0), replace(REFERENCE, name="triton")
 """A GPU with Triton kernels, for plans on a machine that may lack both. Sizes depend on the names alone."""

@@ -25,7 +25,6 @@ from dflash_kernels.ragged_attention import RaggedPlan, Segment, plan_ragged
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import ReadyRows
 from dflash_kernels.suite import Kernels
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.recurrent import PromptRecall, RecurrentStates
@@ -34,6 +33,7 @@ from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.models.layers import Recall
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
+from dflash_runtime.target_config import TargetConfig
 
 
 @dataclass(frozen=True, slots=True)

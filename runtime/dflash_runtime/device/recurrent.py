@@ -21,14 +21,15 @@ from dflash_kernels.ragged_attention import Segment
 from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.state_snapshots import LayerMemories
 from dflash_kernels.tree_path import PathRecords
-from dflash_runtime.config import EXACT_REQUESTS, RecurrenceConfig
 from dflash_runtime.device.snapshot_pool import PromptKeeps, SnapshotPool
 from dflash_runtime.device.state import row_of
+from dflash_runtime.engine_config import EXACT_REQUESTS
 from dflash_runtime.errors import HandoffMismatch
 from dflash_runtime.kv_transfer.handoff import STATE
 from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.request import Request
+from dflash_runtime.target_config import RecurrenceConfig
 
 STATES, LATEST = f"{STATE}recurrent", f"{STATE}latest_rows"
 """Names of a text's memory in a hand-off: the states of all layers [L, H, P, K, S], and the rows before the next one

@@ -1,6 +1,6 @@
 """Row counts of the captured forwards with prompts. Host only."""
 
-from dflash_runtime.config import TargetConfig
+from dflash_runtime.target_config import TargetConfig
 
 LEAST_ROWS, MOST_ROWS = 768, 2048
 """Captured forwards of large and of small models have at most this many rows."""

@@ -8,11 +8,13 @@ import torch
 from dflash_kernels.fp8_weight import FP8
 from dflash_kernels.launch_config import HAS_TRITON, MAX_GRID
 from dflash_kernels.suite import REFERENCE, KernelChoice, Kernels, pick_kernels
-from dflash_runtime.config import DraftConfig, EngineConfig, TargetConfig
+from dflash_runtime.draft_config import DraftConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.limits import Limits, resolve_model_len, resolve_num_drafts
+from dflash_runtime.target_config import TargetConfig
 
 MIN_CAPABILITY = (8, 0)
 

@@ -21,11 +21,11 @@ from dflash_kernels.delta_prompts import PromptChunks, chunk_ints
 from dflash_kernels.ragged_attention import Segment
 from dflash_kernels.state_snapshots import LayerMemories, PassedRows, Snapshots
 from dflash_kernels.step_rows import StepRows
-from dflash_runtime.config import RecurrenceConfig
 from dflash_runtime.device.state import DeviceState, Uploader, row_of
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
+from dflash_runtime.target_config import RecurrenceConfig
 
 NO_SLOT = -1
 

@@ -1,8 +1,8 @@
 """Refusals of tensor parallelism, before the processes of other ranks start."""
 
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.settings import device_of
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.models.target import find_target_runtime
 from dflash_runtime.models.target_shares import OPTION, share_config

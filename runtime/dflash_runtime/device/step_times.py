@@ -20,13 +20,14 @@ import torch
 import dflash_kernels.suite
 from dflash_runtime.checkpoint.digests import digest_value, hash_files
 from dflash_runtime.checkpoint.strict_json import loads, read_bytes
-from dflash_runtime.config import DraftConfig, TargetConfig
 from dflash_runtime.device.decode_graphs import StepMode, bucket_of
 from dflash_runtime.device.kv import KVCache, bytes_per_token
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.documents import Limits, from_json, to_json
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.scheduling.width import StepTimes, widths_for
+from dflash_runtime.target_config import TargetConfig
 from dflash_runtime.whole_files import written_whole
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from dflash_runtime.checkpoint.layout import CONFIDENCE, MARKOV
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.models.weights import Weights
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dflash_kernels.fp8_weight import SCALES
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD
-from dflash_runtime.config import DraftConfig, RopeConfig
+from dflash_runtime.config_parts import RopeConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.draft import DRAFTS
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.models.layers import Attend, DecoderStack, Linear, PagedKV, RMSNorm

@@ -17,7 +17,7 @@ from dflash_kernels.candidate_walk import Codebooks, Walk, WalkDraws
 from dflash_kernels.suite import Kernels
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.checkpoint.layout import CONVOLUTIONS, SELECTOR
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import DRAFTS, Drawn, Draws
 from dflash_runtime.drafts.token_masks import TokenMasks

@@ -20,7 +20,7 @@ from dflash_runtime.checkpoint.files import MASK_FILE
 from dflash_runtime.checkpoint.fp8_format import fp8_matrices, refuse_packed_unless_fp8, scale_tensors
 from dflash_runtime.checkpoint.layout import CONFIDENCE, HEAD, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftLike
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.token_masks import TokenMasks
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.layers import Attend, PagedKV

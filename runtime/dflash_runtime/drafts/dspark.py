@@ -19,7 +19,7 @@ from dflash_kernels.sampling import Chosen
 from dflash_kernels.top_tokens import MOST_TOP_TOKENS
 from dflash_kernels.uniform import DRAFT
 from dflash_runtime.checkpoint.layout import MARKOV
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.confidence import ConfidenceHead
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import DRAFTS, Drawn, Draws

@@ -9,11 +9,11 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.layers import Attend, DecoderLayer, DecoderStack, LayerReader, Linear
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.split_ends import SplitEmbedding, SplitHead, padded_rows
 from dflash_runtime.models.weights import Weights, find_matrix
+from dflash_runtime.target_config import TargetConfig
 
 PREFIX = "model."
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from dflash_kernels.delta_rule import Gates
 from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.suite import Kernels
-from dflash_runtime.config import RecurrenceConfig
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.weights import Matrix, Weights, find_matrix, join_matrices
+from dflash_runtime.target_config import RecurrenceConfig
 
 INPUTS = ("qkv", "b", "a", "z")
 """The projections of a layer's input: channels, beta, decay, gate of the norm."""

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_runtime.checkpoint.layout import Shapes
-from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.target_config import ExpertsConfig
 
 Shape = tuple[int, ...]
 Matrix = Tensor | Fp8Weight

@@ -16,8 +16,8 @@ from dflash_kernels.fp8_experts import fp8_experts_ref
 from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.mxfp4 import Packed, pack, unpack
 from dflash_kernels.suite import REFERENCE, Kernels
-from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.models.weights import Weights, find_matrix
+from dflash_runtime.target_config import ExpertsConfig
 
 ALIGNMENT = 16
 """Torch's grouped product requires rows of a multiple of this many bytes."""

@@ -18,7 +18,6 @@ from dflash_kernels.sandwich_norm import Beside
 from dflash_kernels.suite import Kernels
 from dflash_runtime.checkpoint.gemma4_config import read_gemma4_config
 from dflash_runtime.checkpoint.layer_kinds import FULL, SLIDING
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.decoder_target import PREFIX, DecoderTarget, Shape
 from dflash_runtime.models.experts import Experts
 from dflash_runtime.models.head import ScaledHead
@@ -28,6 +27,7 @@ from dflash_runtime.models.rope import RopeTable
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.models.weights import Weights, with_wide_norms
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
+from dflash_runtime.target_config import TargetConfig
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 EXPERT_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")

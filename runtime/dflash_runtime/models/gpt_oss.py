@@ -15,11 +15,11 @@ from torch import Tensor
 from dflash_kernels.mxfp4 import BLOCK, arrange_numbers, arrange_scales
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.layout import SINKS
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.decoder_target import DecoderTarget, Shape
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.models.weights import Weights, with_wide_norms
+from dflash_runtime.target_config import TargetConfig
 
 NAMES = {
     ".self_attn.sinks": f".self_attn.{SINKS}", ".mlp.router.": ".mlp.gate.", "_proj_bias": "_proj.bias",

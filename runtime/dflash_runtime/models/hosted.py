@@ -30,7 +30,6 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.hosted_config import num_streams
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.models.head import NO_ID, ScaledHead
 from dflash_runtime.models.hosted_attention import (
@@ -51,6 +50,7 @@ from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.swapped_modules import Setting
 from dflash_runtime.notices import Notice
+from dflash_runtime.target_config import TargetConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

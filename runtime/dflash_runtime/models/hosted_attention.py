@@ -19,9 +19,9 @@ from torch.nn import functional
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.delta_rule import Gates
 from dflash_runtime.checkpoint.hf_config import not_run
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.layers import Attend
+from dflash_runtime.target_config import TargetConfig
 
 PAGES = "draft_pages"
 """The name of our attention in transformers, without a mask function, so that transformers builds no mask.

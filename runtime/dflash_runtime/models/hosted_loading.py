@@ -18,7 +18,6 @@ from dflash_runtime.checkpoint.hosted_config import in_one_line
 from dflash_runtime.checkpoint.layout import unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UsageError
 from dflash_runtime.models.hosted_quantization import (
     compare_weights,
@@ -29,6 +28,7 @@ from dflash_runtime.models.hosted_quantization import (
 )
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.text_part import causal_part, is_taken_out, model_class
+from dflash_runtime.target_config import TargetConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

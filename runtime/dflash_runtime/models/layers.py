@@ -17,13 +17,14 @@ from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.rope_store import HALVES, KVPlace, Turn
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import SINKS
-from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.experts import Experts
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.rope import RopeTable
 from dflash_runtime.models.weights import Matrix, Weights, find_matrix, rows_between
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
+from dflash_runtime.target_config import TargetConfig
 
 
 class Attend(Protocol):

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.cache_rows import CacheLayout, CacheRow, copy_cache, gather_rows
 from dflash_runtime.models.hosted import TransformersTarget
 from dflash_runtime.models.hosted_swaps import Swaps
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.small_chunks import Chunked, small_chunks
+from dflash_runtime.target_config import TargetConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.config import OwnCache, TargetConfig
 from dflash_runtime.models.cache_rows import find_layout
 from dflash_runtime.models.hosted import check_features, check_head, trying_out
 from dflash_runtime.models.hosted_experts import use_our_experts
@@ -25,6 +24,7 @@ from dflash_runtime.models.own_cache import LEAST_PADDING, PADDED_SHARE, Batchin
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.small_chunks import find_chunks
 from dflash_runtime.models.swapped_modules import Setting
+from dflash_runtime.target_config import OwnCache, TargetConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

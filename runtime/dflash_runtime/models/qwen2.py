@@ -1,8 +1,8 @@
 """Qwen2 and Qwen2.5 decoders. Source: huggingface/transformers models/qwen2/modeling_qwen2.py."""
 
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.decoder_target import DecoderTarget
 from dflash_runtime.models.target import TARGETS
+from dflash_runtime.target_config import TargetConfig
 
 
 @TARGETS.register("qwen2")

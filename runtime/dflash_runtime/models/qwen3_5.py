@@ -17,13 +17,14 @@ from torch import Tensor
 
 from dflash_kernels.suite import Kernels
 from dflash_runtime.checkpoint.hybrid_config import read_hybrid_config
-from dflash_runtime.config import DraftConfig, TargetConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.models.decoder_target import PREFIX, DecoderTarget, Shape
 from dflash_runtime.models.delta_net import DeltaNet, delta_shapes
 from dflash_runtime.models.layers import Attend, Attention, DecoderLayer, LayerReader, Linear
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.models.weights import Matrix, Weights, find_matrix, named_tensors, rows_between, take_rows
+from dflash_runtime.target_config import TargetConfig
 
 OFFSET_NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
 """Norms whose weight is an offset from one. The norm inside a recurrent layer is an ordinary one."""

@@ -2,10 +2,10 @@
 
 from typing import ClassVar
 
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.models.decoder_target import DecoderTarget, Shape
 from dflash_runtime.models.expert_stacks import experts_shapes
 from dflash_runtime.models.target import TARGETS
+from dflash_runtime.target_config import TargetConfig
 
 
 @TARGETS.register("qwen3_moe")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.suite import Kernels
-from dflash_runtime.config import DraftConfig, RecurrenceConfig, TargetConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.models import qwen3_5
 from dflash_runtime.models.decoder_target import Shape
 from dflash_runtime.models.expert_stacks import experts_shapes
@@ -19,6 +19,7 @@ from dflash_runtime.models.layers import DecoderLayer, LayerReader
 from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.models.weights import Weights, find_matrix, named_tensors, take_rows
+from dflash_runtime.target_config import RecurrenceConfig, TargetConfig
 
 SPLIT = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
 JOINED = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkvz", "ba"))

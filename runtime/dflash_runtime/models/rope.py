@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_runtime.config import RopeConfig
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.errors import InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import is_number
 from dflash_runtime.models.placement import Placement

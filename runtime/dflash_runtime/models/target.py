@@ -27,7 +27,6 @@ from dflash_runtime.checkpoint.runs_here import (
     without_native_family,
 )
 from dflash_runtime.checkpoint.target_quantization import read_quantization
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError, naming_file
 from dflash_runtime.models.expert_stacks import with_fused_experts
 from dflash_runtime.models.hosted import load_hosted
@@ -40,6 +39,7 @@ from dflash_runtime.models.text_part import text_tensors
 from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes, native_bytes
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.registry import Registry
+from dflash_runtime.target_config import TargetConfig
 
 
 class TargetEnds(Protocol):

@@ -20,9 +20,9 @@ from dflash_kernels.mxfp4 import BLOCK
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.fp8_format import Fp8Format
 from dflash_runtime.checkpoint.layout import Shapes
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.ranks.rank_group import Ranks
+from dflash_runtime.target_config import TargetConfig
 
 Range = tuple[int, int]
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from dflash_runtime.config import DraftConfig, EngineConfig
+from dflash_runtime.draft_config import DraftConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.text_index import LOOKED_UP_TOKENS, MOST_LOOKED_UP_TOKENS
 

@@ -21,8 +21,8 @@ from dflash_cli.handoff.prefill_messages import Loaded, PrefillRequest
 from dflash_cli.handoff.prefill_process import PrefillProcess
 from dflash_cli.terminal import console
 from dflash_cli.workers.messages import WorkerSpec
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.documents import from_json, to_json
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import DFlashError, GateFailed, HandoffMismatch, PeerUnreachable, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.refusals import refuses

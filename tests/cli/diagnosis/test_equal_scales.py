@@ -17,7 +17,8 @@ from dflash_cli.diagnosis.value_readings import scaled_parts
 from dflash_cli.diagnosis.weight_orders import DOWN, GATE, OUT, UP, VALUE
 from dflash_cli.diagnosis.weight_rewrites import ENDS, HEAD_NORMS, LAYER_NORMS, PARTS
 from dflash_cli.diagnosis.weight_space import Where, only
-from dflash_runtime.config import DraftConfig, EngineConfig
+from dflash_runtime.draft_config import DraftConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_testing.pairs import bundled_draft
 
 POST = LAYER_NORMS[1]

@@ -17,7 +17,7 @@ from dflash_cli.diagnosis.reading_runner import ReadingRunner
 from dflash_cli.diagnosis.reading_screen import ReadingScreen
 from dflash_cli.diagnosis.run_settings import SearchBudget
 from dflash_cli.diagnosis.suspect_parts import most_pulled
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 
 ANCHORS = 96
 

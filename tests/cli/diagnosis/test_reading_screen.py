@@ -8,7 +8,7 @@ from dflash_cli.diagnosis.alternatives import AlternativeReading
 from dflash_cli.diagnosis.reading_runner import ReadingRunner
 from dflash_cli.diagnosis.run_settings import SearchBudget
 from dflash_cli.diagnosis.weight_rewrites import order_layers
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny:reduced"])

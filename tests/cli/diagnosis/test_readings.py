@@ -23,8 +23,9 @@ from dflash_cli.diagnosis.readings import search_readings
 from dflash_cli.diagnosis.run_report import RunReport
 from dflash_cli.diagnosis.run_settings import RunSettings, SearchBudget
 from dflash_cli.rules.subject import ValidationPlan
-from dflash_runtime.config import EngineConfig, RopeConfig
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.documents import to_json
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import DenseAttention, bundled_draft, random_draft, random_draft_config, random_target

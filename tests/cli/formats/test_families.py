@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from dflash_cli.checkpoints.description import describe
 from dflash_cli.checkpoints.opening import Overrides, open_draft
 from dflash_cli.formats.detection import detect_from
-from dflash_runtime.config import ConvolutionConfig, MarkovConfig, SelectorConfig
+from dflash_runtime.draft_config import ConvolutionConfig, MarkovConfig, SelectorConfig
 from dflash_runtime.errors import (
     InvalidConfig,
     TensorMismatch,

@@ -15,7 +15,7 @@ from dflash_cli.formats.detection import detect_from
 from dflash_cli.formats.dflash2 import update_dflash2
 from dflash_cli.formats.dialect import Format, all_formats, get_writable
 from dflash_cli.formats.dspark import update_dspark
-from dflash_runtime.config import DraftConfig, MarkovConfig, Verifier
+from dflash_runtime.draft_config import DraftConfig, MarkovConfig, Verifier
 from dflash_runtime.errors import LossyConversion
 from dflash_testing import checkpoints as support
 from dflash_testing.checkpoints import REDUCED, REMOVED, SMALL

@@ -14,7 +14,7 @@ from dflash_cli.formats.detection import detect_from
 from dflash_cli.formats.dialect import all_formats
 from dflash_cli.formats.fields import guess_taps
 from dflash_cli.formats.unserved import refuse_unserved
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import dialects

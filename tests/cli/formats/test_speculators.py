@@ -10,7 +10,7 @@ import pytest
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.formats.speculators import SPECULATORS, register_speculator, update_dflash
 from dflash_cli.formats.speculators_updaters import find_updater
-from dflash_runtime.config import DraftConfig
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.dialects import named_dialect

@@ -3,8 +3,8 @@
 import pytest
 
 from dflash_cli.generation.loaded_pair import PairSession, open_session
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.scheduling.request import SamplingParams
 from dflash_testing.graphs import with_stand_ins
 

@@ -15,8 +15,8 @@ from dflash_cli.tuning.candidates import Candidate, candidates_for
 from dflash_cli.tuning.speed import smallest, speed_request
 from dflash_cli.tuning.step_costs import check_complete, read_step_costs
 from dflash_cli.tuning.step_timing import measure_step_costs, num_timed_rounds
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.documents import to_json
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import MISSING, CheckpointNotFound, UsageError
 from dflash_testing.dumps import rows_of
 from dflash_testing.paths import ROOT

@@ -18,8 +18,8 @@ from dflash_cli.generation.run_facts import EvaluationRun, Workers
 from dflash_cli.workers import prompt_worker
 from dflash_cli.workers.crew import Crew, WorkersLost
 from dflash_cli.workers.messages import WorkerSpec
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.documents import to_json
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError, CheckpointError, DFlashError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import SamplingParams

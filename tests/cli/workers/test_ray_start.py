@@ -14,7 +14,7 @@ from dflash_cli.workers import ray_cluster
 from dflash_cli.workers.messages import Lost, WorkerSpec
 from dflash_cli.workers.ray_cluster import RayCluster
 from dflash_cli.workers.ray_start import CLUSTERS, SECRET, WorkersRequest, count_workers, joined, parse_workers
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.processes import are_gone, descendants, listening_addresses

@@ -12,7 +12,7 @@ from typing import Any
 
 from dflash_cli.formats.detection import detect_from
 from dflash_cli.formats.dialect import Format, ParsedConfig, all_formats
-from dflash_runtime.config import DraftConfig, Verifier
+from dflash_runtime.draft_config import DraftConfig, Verifier
 from dflash_testing import checkpoints as support
 
 MIXED = support.Shape(windows=(16, None))

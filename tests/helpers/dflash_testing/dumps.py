@@ -12,7 +12,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_tar
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, tiny_directory
 from dflash_cli.generation.loaded_pair import open_session
 from dflash_cli.generation.prompts import PromptRow, gather_rows
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.scheduling.request import SamplingParams
 
 TAPS = (0, 2, 3, 4)

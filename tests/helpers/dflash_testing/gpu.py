@@ -11,7 +11,7 @@ import torch
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_runtime.config import EngineConfig
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_testing.walking_drafts import stored_draft
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.config import ConvolutionConfig, MarkovConfig, SelectorConfig
+from dflash_runtime.draft_config import ConvolutionConfig, MarkovConfig, SelectorConfig
 from dflash_runtime.drafts.draft import Draft, Drawn, Draws, WalkingDraft, draft_places
 from dflash_runtime.drafts.token_masks import TokenMasks
 from dflash_runtime.models.layers import Attend, PagedKV

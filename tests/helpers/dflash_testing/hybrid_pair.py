@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
-from dflash_runtime.config import RecurrenceConfig, RopeConfig, TargetConfig
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.drafts.draft import Draft, load_draft
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import Target, load_target
 from dflash_runtime.models.weights import stack_projections
+from dflash_runtime.target_config import RecurrenceConfig, TargetConfig
 from dflash_testing.pairs import placement, random_llm, random_weights
 from dflash_testing.paths import ROOT
 

@@ -19,20 +19,14 @@ from dflash_kernels.kv_format import KVScales
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import DraftSource
-from dflash_runtime.config import (
-    ConvolutionConfig,
-    DraftConfig,
-    EngineConfig,
-    MarkovConfig,
-    RopeConfig,
-    SelectorConfig,
-    TargetConfig,
-)
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.recurrent import recall_alone
 from dflash_runtime.device.settings import resolve_kernels, resolve_kv_dtype, rows_of_a_step
+from dflash_runtime.draft_config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend, PagedKV, Recall
 from dflash_runtime.models.placement import Placement
@@ -40,6 +34,7 @@ from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.models.target import Target, load_target
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
+from dflash_runtime.target_config import TargetConfig
 
 CPU = torch.device("cpu")
 NUM_POSITIONS = 4096

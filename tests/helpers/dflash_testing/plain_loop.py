@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.config import TargetConfig
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.recurrent import recall_alone
 from dflash_runtime.drafts.draft import Draft, WalkingDraft
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.target import Target
+from dflash_runtime.target_config import TargetConfig
 from dflash_testing.pairs import DenseAttention, placement
 
 Step = tuple[tuple[int, ...], int]

@@ -18,7 +18,7 @@ from torch import Tensor
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.layout import owned_shapes
-from dflash_runtime.config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig
+from dflash_runtime.draft_config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft
 from dflash_runtime.models.target import Target
 from dflash_runtime.models.weights import stack_projections

@@ -10,10 +10,10 @@ import torch
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.attention import BACKENDS, Capability, check_capability
 from dflash_runtime.device.memory import fit_num_pages
 from dflash_runtime.device.settings import apply_exclusions
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError, UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.limits import Limits

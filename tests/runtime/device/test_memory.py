@@ -16,18 +16,7 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.config import (
-    ConvolutionConfig,
-    DraftConfig,
-    EngineConfig,
-    ExpertsConfig,
-    MarkovConfig,
-    OwnCache,
-    RecurrenceConfig,
-    RopeConfig,
-    SelectorConfig,
-    TargetConfig,
-)
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device import loading, memory, spreading
 from dflash_runtime.device.memory import (
     GRAPH_BYTES,
@@ -44,13 +33,16 @@ from dflash_runtime.device.memory import (
 )
 from dflash_runtime.device.recurrent import snapshot_bytes
 from dflash_runtime.device.settings import rows_of_a_step
+from dflash_runtime.draft_config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig
 from dflash_runtime.drafts.draft import load_draft_weights
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.placement import Placement, Spread
 from dflash_runtime.models.target import target_bytes
 from dflash_runtime.scheduling.limits import RIDGE_ROWS, Limits
 from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.target_config import ExpertsConfig, OwnCache, RecurrenceConfig, TargetConfig
 from dflash_testing import checkpoints as support
 from dflash_testing.graphs import with_stand_ins
 from dflash_testing.pairs import bundled_draft, random_draft, random_llm, random_prompts, random_target

@@ -10,11 +10,11 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.hf_config import read_target_config
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device import memory
 from dflash_runtime.device.loading import plan_pair
 from dflash_runtime.device.memory_estimate import estimate_memory, plan_for_gpu
 from dflash_runtime.device.memory_parts import MemoryParts
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import PairMismatch, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models import target as target_module

@@ -8,22 +8,12 @@ from typing import Any
 
 import pytest
 
-from dflash_runtime.config import (
-    ConvolutionConfig,
-    DraftConfig,
-    ExpertsConfig,
-    GemmaConfig,
-    MarkovConfig,
-    OwnCache,
-    RecurrenceConfig,
-    RopeConfig,
-    SelectorConfig,
-    TargetConfig,
-    Verifier,
-)
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.pair_fingerprint import NOT_IN_DRAFT, NOT_IN_TARGET, fingerprint
+from dflash_runtime.draft_config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig, Verifier
 from dflash_runtime.errors import InvalidConfig
+from dflash_runtime.target_config import ExpertsConfig, GemmaConfig, OwnCache, RecurrenceConfig, TargetConfig
 from dflash_testing.pairs import random_draft, random_llm, random_target
 
 TARGET_CHANGES: dict[str, Any] = {

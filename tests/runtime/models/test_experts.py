@@ -16,10 +16,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
 from dflash_kernels.suite import REFERENCE, KernelChoice, pick_kernels, triton_kernels
-from dflash_runtime.config import ExpertsConfig
 from dflash_runtime.models import layers
 from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.experts import Experts
+from dflash_runtime.target_config import ExpertsConfig
 from dflash_testing.gpu import detecting_syncs
 from dflash_testing.pairs import random_target
 from dflash_testing.tensors import assert_rows_close

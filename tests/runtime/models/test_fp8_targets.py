@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.fp8_weight import FP8 as E4M3
 from dflash_runtime.checkpoint.runs_here import how_it_runs
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, DFlashError, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import find_target_runtime, load_target, target_bytes

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.checkpoint import hosted_config, runs_here
 from dflash_runtime.checkpoint.hosted_config import NUM_STREAMS
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.models import hosted, hosted_loading
 from dflash_runtime.models.head import ScaledHead

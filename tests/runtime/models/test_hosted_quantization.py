@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.checkpoint import target_quantization
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models import hosted_quantization

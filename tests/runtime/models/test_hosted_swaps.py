@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import REFERENCE, triton_kernels
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.loading import load_pair
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.models import agreement, swapped_attention
 from dflash_runtime.models.agreement import agree, error_of, tolerance_of
 from dflash_runtime.models.hosted_swaps import Swaps, swap_modules

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.terminal import documentation
 from dflash_runtime.checkpoint import runs_here
-from dflash_runtime.config import EngineConfig, OwnCache
 from dflash_runtime.device.loading import load_pair
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
 from dflash_runtime.models import own_cache, own_cache_trial
 from dflash_runtime.models.own_cache import LEAST_PADDING, Batching, Member, OwnCacheTarget, TextCache
 from dflash_runtime.models.target import find_target_runtime, load_target
+from dflash_runtime.target_config import OwnCache
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import BODY, OWN_CACHE, OWN_CACHE_DEFAULT, host_own_cache, make_model
 from dflash_testing.pairs import placement

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash_runtime.config import RopeConfig
+from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.errors import InvalidConfig, UnsupportedError
 from dflash_runtime.models.rope import KINDS, rope_frequencies
 

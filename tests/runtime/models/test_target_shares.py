@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from dflash_runtime.checkpoint.files import TensorInfo
-from dflash_runtime.config import ExpertsConfig, RecurrenceConfig, TargetConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.split_ends import SplitEmbedding
 from dflash_runtime.models.target import family_cuts, target_families
 from dflash_runtime.models.target_shares import Cut, cut_info, share_config
 from dflash_runtime.ranks.rank_group import Ranks
+from dflash_runtime.target_config import ExpertsConfig, RecurrenceConfig, TargetConfig
 from dflash_testing.pairs import random_target
 from dflash_testing.refusals import refuses
 

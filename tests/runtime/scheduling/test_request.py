@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_runtime.config import EngineConfig
 from dflash_runtime.device.settings import resolve_limits
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError, RequestError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams
