@@ -1,7 +1,7 @@
 """Ask with and without drafts in turn: is decoding with drafts slower? Only where a request can switch drafts off.
 
 A server's own times of decoding leave out the prompt and the network. Without them the clock decides. Noise is alike
-on both sides, so medians over pairs with a margin are compared, and 12 pairs more must agree before a slow draft is named.
+on both sides, so medians over pairs with a margin are compared. Before a slow draft is named, 12 pairs more must agree.
 """
 
 from collections.abc import Sequence
