@@ -1,7 +1,7 @@
 """Ask with and without drafts in turn: is decoding with drafts slower? Only where a request can switch drafts off.
 
 A server's own times of decoding leave out the prompt and the network. Without them the clock decides. Noise is alike
-on both sides, so medians over pairs with a margin are compared, and a slow draft is asked twice as often.
+on both sides, so medians over pairs with a margin are compared. Before a slow draft is named, 12 pairs more must agree.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dflash_cli.probing.question import QUESTIONS, CountedAnswer, NotJudged, Out
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_runtime.phrases import plural
 
-FIRST, MORE = slice(0, 4), slice(4, 12)
+FIRST, MORE = slice(0, 4), slice(4, 16)
 SLOWER, EACH, MOST = 1.25, 1.1, 0.75
 """Drafts are slower by SLOWER in the median of pairs. In MOST pairs it must be EACH."""
 ANSWER_LEN, MIN_TOKENS, MIN_SECONDS = 64, 16, 0.02
