@@ -29,7 +29,19 @@ WINGS: Mapping[str, frozenset[str]] = {
 
 LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "dflash_runtime": {
-        "base": ("errors", "registry", "config", "json_values", "notices", "phrases", "whole_files", "documents")
+        "base": (
+            "errors",
+            "registry",
+            "config_parts",
+            "draft_config",
+            "target_config",
+            "engine_config",
+            "json_values",
+            "notices",
+            "phrases",
+            "whole_files",
+            "documents",
+        )
     },
     "dflash_cli": {"base": ("version",)},
 }

@@ -1,11 +1,12 @@
 """Time steps that verify trees beside plain decoding and blocks of several widths, at real shapes with random weights.
 
-    python3 examples/benchmarks/trees.py [--shape qwen3-8b] [--batches 1,4] [--trees 8=3.594,32=4.142] [--out FILE]
+    python3 examples/benchmarks/trees.py [--shape qwen3-8b] [--batches 1,4] [--trees 15=3.918,31=4.133] [--out FILE]
 
 All arms of a batch size are measured in turns. Acceptance is forced: each step draws the number of accepted tokens from
 a truncated geometric distribution of the stated mean, along a path with rows that are spread over the tree. A narrower
 block uses the block's distribution, cut at its width. The default means are of the bundled pair: 3.439 tokens per step
-with blocks of 7 drafted tokens, and 3.594, 3.941, 4.142 and 4.430 with trees of 8, 16, 32 and 64.
+with blocks of 7 drafted tokens, and 3.516, 3.918, 4.133 and 4.427 with trees of 7, 15, 31 and 63. A tree has one row
+more than nodes, and products work in tiles of 16 to 128 rows, so 8, 16, 32 and 64 would be one row too many.
 
 Tokens per second are the expected tokens per step over the time per step, so that the draws add no noise. The last
 column is this rate divided by the rate of the fastest block.
@@ -108,7 +109,7 @@ def _facts(cell: WayCell, times: KindTimes) -> Row:
 
 
 def means(text: str) -> dict[int, float]:
-    """Parse `8=3.594,16=3.941`: drafted tokens of a tree, and its tokens per step."""
+    """Parse `15=3.918,31=4.133`: drafted tokens of a tree, and its tokens per step."""
     parts = (part.partition("=") for part in text.split(","))
     return {int(number): float(mean) for number, _, mean in parts}
 
@@ -120,7 +121,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--widths", type=counts, default="4,6,8,16", help="verified rows of blocks")
     parser.add_argument("--block", type=float, default=3.439, help="tokens per step of the whole block")
-    parser.add_argument("--trees", type=means, default="8=3.594,16=3.941,32=4.142,64=4.430")
+    parser.add_argument("--trees", type=means, default="7=3.516,15=3.918,31=4.133,63=4.427")
     parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--no-profile", action="store_true", help="do not count kernels of steps")
     parser.add_argument("--device", default="cuda:0")
