@@ -22,7 +22,7 @@ from dflash_cli.probing.served_answers import await_counters, exceeds_answers, h
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_cli.probing.server_run import ServerRequest, ServerRun
-from dflash_cli.probing.token_equality import TokenEquality
+from dflash_cli.probing.token_equality import TokenEquality, TokenText, texts_of_answers
 from dflash_cli.probing.tool_calls import ServedToolCall
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.phrases import shorten
@@ -105,6 +105,19 @@ class QuestionSession:
     is_safe: bool = True
     num_requests: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)
+
+    def greedy_texts(self, most: int) -> list[TokenText]:
+        """The first answers of the first run.
+
+        Raises:
+            NotJudged: answers are sampled, or there are none.
+        """
+        if self.asking.asked.temperature > 0:
+            raise NotJudged("answers are sampled; only greedy answers can be compared")
+        texts = list(texts_of_answers(self.first.answers).values())[:most]
+        if not texts:
+            raise NotJudged("no prompt was answered")
+        return texts
 
     def ask(
         self, prompt_ids: Sequence[int], max_new_tokens: int, variant: Variant = MEASURED, temperature: float = 0.0

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dflash_cli.probing.inference_server import Variant
-from dflash_cli.probing.question import QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.question import QUESTIONS, CountedAnswer, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.token_equality import TokenDifference, TokenEquality, TokenText, compare_texts, texts_of_answers
+from dflash_cli.probing.token_equality import TokenDifference, TokenEquality, TokenText, compare_texts
 from dflash_cli.probing.undrafted_kinds import find_undrafted
 from dflash_runtime.phrases import plural
 
@@ -21,11 +21,7 @@ DEFAULTS = Variant(leaves_defaults=True)
 @QUESTIONS.register("default-settings")
 def ask(session: QuestionSession) -> Outcome:
     """A finding if the server's own settings change greedy answers."""
-    if session.asking.asked.temperature > 0:
-        raise NotJudged("answers are sampled; only greedy answers can be compared")
-    texts = list(texts_of_answers(session.first.answers).values())[:NUM_ANSWERS]
-    if not texts:
-        raise NotJudged("no prompt was answered")
+    texts = session.greedy_texts(NUM_ANSWERS)
     found = [session.ask(text.prompt_ids, session.asking.asked.max_new_tokens, DEFAULTS) for text in texts]
     equality = _compare(session, texts, found)
     return Outcome(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dflash_cli.probing.inference_server import Variant
 from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.token_equality import TokenDifference, TokenEquality, TokenText, compare_texts, texts_of_answers
+from dflash_cli.probing.token_equality import TokenDifference, TokenEquality, TokenText, compare_texts
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import plural
 
@@ -19,11 +19,7 @@ NUM_ANSWERS = 16
 @QUESTIONS.register("plain-decoding")
 def ask(session: QuestionSession) -> Outcome:
     """A finding if answers hold tokens that the target alone would not have taken."""
-    if session.asking.asked.temperature > 0:
-        raise NotJudged("answers are sampled; only greedy answers can be compared")
-    texts = list(texts_of_answers(session.first.answers).values())[:NUM_ANSWERS]
-    if not texts:
-        raise NotJudged("no prompt was answered")
+    texts = session.greedy_texts(NUM_ANSWERS)
     if session.server.can_score:
         equality = _against_scores(session, texts)
     elif session.server.can_switch_off:
