@@ -115,13 +115,15 @@ def make_pair(given: argparse.Namespace, folder: Path) -> Pair:
 def serving(given: argparse.Namespace, pair: Pair, log: Path) -> Iterator[subprocess.Popen[str]]:
     """Run vLLM's server with the pair. All its processes end with the block."""
     speculative = {"method": "dflash", "model": str(pair.draft), "num_speculative_tokens": given.num_speculative_tokens}
+    speculative |= given.speculative or {}
     command = [
         sys.executable, str(SERVER), "--model", str(pair.target), "--served-model-name", "pair",
         "--host", "127.0.0.1", "--port", str(given.port), "--dtype", "bfloat16", "--max-model-len", "1024",
         "--max-num-seqs", "16", "--gpu-memory-utilization", str(given.gpu_memory_utilization),
-        "--no-enable-prefix-caching",
-        "--speculative-config", json.dumps(speculative), *given.server_args,
+        *given.server_args,
     ]  # fmt: skip
+    if given.speculative is not None:
+        command += ["--speculative-config", json.dumps(speculative)]
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | offline
     if given.vllm_path is not None:
@@ -269,6 +271,7 @@ def main() -> int:
     given = make_parser().parse_args()
     if given.vllm_path is not None:
         sys.path.append(str(given.vllm_path))  # for packages that are missing in this environment
+    given.speculative, given.server_args = {}, ["--no-enable-prefix-caching", *given.server_args]
     with tempfile.TemporaryDirectory() as folder:
         out = given.out or Path(folder) / "out"
         out.mkdir(parents=True, exist_ok=True)
