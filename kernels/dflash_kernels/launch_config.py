@@ -409,21 +409,32 @@ FEW_ROWS_SHAPE = RaggedShape(rows=64, keys=64, num_warps=4, num_stages=2, num_to
 """The fastest of seven shapes for 192 prefill rows with 62 decoding requests (docs/measurements/mixed-load.md)."""
 
 
-def few_rows_shape(head_dim: int, itemsize: int, device: torch.device) -> RaggedShape:
+def few_rows_shape(head_dim: int, itemsize: int, device: torch.device, kv_itemsize: int = 2) -> RaggedShape:
     """Return the tiles for few prefill rows in a decode step. All keys are read from pages."""
     if (itemsize, power_of_2(head_dim)) == (2, 128):
         return FEW_ROWS_SHAPE
-    return ragged_shape(head_dim, itemsize, 0, device)
+    return ragged_shape(head_dim, itemsize, 0, device, kv_itemsize)
 
 
-def ragged_shape(head_dim: int, itemsize: int, longest_context: int, device: torch.device) -> RaggedShape:
-    """Return the tiles for heads of this size. A size beyond RAGGED_SHAPES gets the smallest tiles."""
-    long_shape = LONG_SHAPES.get(power_of_2(head_dim)) if itemsize == 2 and longest_context >= LONG_CONTEXT else None
-    if long_shape is not None and shared_memory(device) >= LONG_SHAPE_BYTES:
-        return long_shape
-    fitting = (shape for size, limit, shape in RAGGED_SHAPES if size == itemsize and head_dim <= limit)
-    shape, row_bytes = next(fitting, RAGGED_SHAPES[-1][-1]), power_of_2(head_dim) * itemsize
+def ragged_shape(
+    head_dim: int, itemsize: int, longest_context: int, device: torch.device, kv_itemsize: int = 2
+) -> RaggedShape:
+    """Return the tiles for heads of this size. A size beyond RAGGED_SHAPES gets the smallest tiles.
+
+    A cache in FP8 has a `kv_itemsize` of 1. Its converted keys and values take shared memory too.
+    """
+    size = power_of_2(head_dim)
+
+    def fitted(shape: RaggedShape) -> RaggedShape:
+        stage_bytes = 2 * shape.keys * size * itemsize
+        kept_bytes = shape.rows * size * itemsize + (stage_bytes if kv_itemsize == 1 else 0)
+        return replace(shape, num_stages=fitting_stages(shape.num_stages, stage_bytes, kept_bytes, device))
+
+    long_shape = LONG_SHAPES.get(size) if itemsize == 2 and longest_context >= LONG_CONTEXT else None
+    if long_shape is not None and shared_memory(device) >= LONG_SHAPE_BYTES and fitted(long_shape).num_stages > 1:
+        return fitted(long_shape)
+    fitting = (shape for width, limit, shape in RAGGED_SHAPES if width == itemsize and head_dim <= limit)
+    shape = next(fitting, RAGGED_SHAPES[-1][-1])
     if itemsize == 2 and has_tile_loads(device):
         shape = DESCRIBED_SHAPES.get(head_dim, shape)
-    num_stages = fitting_stages(shape.num_stages, 2 * shape.keys * row_bytes, shape.rows * row_bytes, device)
-    return replace(shape, num_stages=num_stages)
+    return fitted(shape)

@@ -17,7 +17,7 @@ from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.activation import Gate, silu_mul
 from dflash_kernels.draft_tree import Tree, TreeRows
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
-from dflash_kernels.launch_config import DESCRIBED_SHAPES, LONG_SHAPES, ragged_shape
+from dflash_kernels.launch_config import LONG_CONTEXT, few_rows_shape, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.mxfp4 import Packed
 from dflash_kernels.rope_store import KVPlace
@@ -25,7 +25,7 @@ from dflash_kernels.suite import triton_kernels
 from dflash_testing import compiling
 from dflash_testing.tensors import between_layers
 
-IS_WHOLE, HAS_FP8_KV = sys.argv[1] == "all", sys.argv[1] == "fp8-kv"
+IS_WHOLE, HAS_FP8_KV = sys.argv[1] in ("all", "fp8-kv"), sys.argv[1] == "fp8-kv"
 
 def normal(*shape):
     return torch.empty(*shape, dtype=torch.bfloat16)  # nothing runs
@@ -34,9 +34,10 @@ def some(*cases):
     return cases if IS_WHOLE else cases[:1]
 
 def attention_calls(kernels, caches):
+    size = caches[0].shape[-1]
     table = torch.ones(64, 40, dtype=torch.int64)
     for rows, requests in some((1, 64), (16, 64)) + ((16, 2),):
-        block = [normal(requests, rows, heads, 128) for heads in (32, 8, 8)]
+        block = [normal(requests, rows, heads, size) for heads in (32, 8, 8)]
         kernels.block_attention(
             *block, *caches, table[:requests], table[:requests, 0], is_causal=True, window=None,
         )
@@ -44,12 +45,13 @@ def attention_calls(kernels, caches):
         tree = TreeRows(words[..., 0], words, words[..., 0])
         kernels.tree_attention(*block, *caches, table[:requests], table[:requests, 0], tree, window=None)
     segments = [Segment(0, 1, 600, 0), Segment(1, 60, 0, 1)]
-    usual = ragged_shape(128, 2, 0, table.device)
-    shapes = (usual, DESCRIBED_SHAPES[128], LONG_SHAPES[128])
-    cuts = (*((shape, PLAIN) for shape in shapes), (usual, Softmax(50.0, normal(32))))
+    device, kv_itemsize = table.device, caches[0].itemsize
+    shapes = [ragged_shape(size, 2, context, device, kv_itemsize) for context in (LONG_CONTEXT, 0)]
+    shapes.append(few_rows_shape(size, 2, device, kv_itemsize))
+    cuts = (*((shape, PLAIN) for shape in shapes), (shapes[1], Softmax(50.0, normal(32))))
     for shape, softmax in some(*cuts):
-        plan = plan_ragged(segments, 32, 8, shape, table.device)
-        block = [normal(61, heads, 128) for heads in (32, 8, 8)]
+        plan = plan_ragged(segments, 32, 8, shape, device)
+        block = [normal(61, heads, size) for heads in (32, 8, 8)]
         kernels.ragged_attention(*block, *caches, table, plan, torch.tensor(plan.ints), window=None, softmax=softmax)
 
 def fp8_kv_calls():
@@ -61,6 +63,10 @@ def fp8_kv_calls():
     layers = [cache[None] for cache in caches]
     kernels.context_kv_store(normal(4, 1, 2, 8, 128), normal(1, 128), 1e-6, table, table, *layers, slots)
     attention_calls(kernels, caches)
+    attention_calls(kernels, [cache.to(FP8) for cache in wide_caches()])
+
+def wide_caches():
+    return between_layers(normal(40, 16, 8, 256), normal(40, 16, 8, 256))
 
 def calls():
     kernels = triton_kernels()
@@ -100,7 +106,8 @@ def calls():
     for rows in some(1, 8, 64, 300):
         routed = torch.zeros(rows, 4, dtype=torch.int64), normal(rows, 4)
         kernels.experts(normal(rows, 2880), *packed, *routed, clamped, biases)
-    attention_calls(kernels, between_layers(normal(40, 16, 8, 128), normal(40, 16, 8, 128)))
+    for caches in some(between_layers(normal(40, 16, 8, 128), normal(40, 16, 8, 128)), wide_caches()):
+        attention_calls(kernels, caches)
     nodes, slots = torch.ones(2, 32, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
     for before, count in some((1, 64), (16, 16)):
         pairs = torch.empty(2, 15, before, count)

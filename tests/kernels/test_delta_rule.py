@@ -21,9 +21,10 @@ from dflash_kernels.draft_tree import is_ancestor
 from dflash_kernels.launch_config import HAS_TRITON
 from dflash_kernels.tree_path import PathRecords, move_records_ref
 from dflash_testing.random_trees import random_tree_rows
-from dflash_testing.tensors import assert_rows_close, normal
+from dflash_testing.tensors import TOLERANCES, assert_rows_close, normal
 
 Run = Callable[..., Tensor]
+FLOAT64 = torch.float64
 HEADS, KEYS, VALUE, KEY = 4, 2, 24, 16
 WIDTH = 2 * KEYS * KEY + HEADS * VALUE
 
@@ -148,19 +149,28 @@ def test_rows_of_a_tree_equal_the_rule_along_their_paths(run: Any, num_nodes: in
 def test_trees_of_real_sizes_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch, num_requests: int, num_nodes: int, dtype: torch.dtype
 ) -> None:
-    """Heads as in Qwen3.5-4B. The second block replays the first rows of the first tree."""
+    """Heads as in Qwen3.5-4B. The second block replays the first rows of the first tree.
+
+    In float32, rows whose summands cancel have a larger error. It is at most twice the error of the reference.
+    """
     for name, value in (("HEADS", 32), ("KEYS", 16), ("VALUE", 128), ("KEY", 128), ("WIDTH", 64 * 128)):
         monkeypatch.setitem(globals(), name, value)
     count = num_requests * (num_nodes + 1)
     tree = random_tree_rows(num_requests, num_nodes, seed=num_nodes)
     rows, gates = inputs(count, dtype)
-    stores = [memory(num_requests, 4 + 2 * (num_nodes + 1)) for _ in range(2)]
+    wide = rows.double(), Gates(*(item.double() for item in gates))
+    stores = [memory(num_requests, 4 + 2 * (num_nodes + 1), kind) for kind in (torch.float32, torch.float32, FLOAT64)]
     texts, zeros = torch.arange(num_requests, device=rows.device), torch.zeros(num_requests, device=rows.device).long()
     for lens in (zeros, zeros + 6):
         blocks = BlockTexts(texts, zeros, lens)
         found = delta_blocks(rows, gates, stores[0], blocks, 4, tree=tree)
         expected = delta_blocks_ref(rows, gates, stores[1], blocks, 4, tree=tree)
-        assert_rows_close(found, expected, dtype)
+        if dtype == torch.bfloat16:
+            assert_rows_close(found, expected, dtype)
+            continue
+        exact = delta_blocks_ref(*wide, stores[2], blocks, 4, tree=tree)
+        errors = [((out - exact).norm(dim=-1) / exact.norm(dim=-1)).max().item() for out in (found, expected)]
+        assert errors[0] <= 2 * max(errors[1], TOLERANCES[dtype] / 2), errors
 
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)

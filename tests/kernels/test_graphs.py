@@ -249,7 +249,7 @@ def keep_passed(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
 
 
 def judge(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
-    biases = at["p"][0, : N - 1].double().contiguous()
+    biases = at["p"][0, 0, : N - 1].contiguous()
     odds = kernels.draft_odds(
         at["scores"].flatten()[: R * (N - 1)].view(R, -1).sigmoid(), biases[0], biases, at["most"]
     )

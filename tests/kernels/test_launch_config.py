@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from dflash_kernels import launch_config
-from dflash_kernels.launch_config import attention_shape, balanced_shape, few_rows_shape, ragged_shape
+from dflash_kernels.launch_config import (
+    LONG_CONTEXT,
+    LONG_SHAPES,
+    attention_shape,
+    balanced_shape,
+    few_rows_shape,
+    ragged_shape,
+)
 from dflash_kernels.product_config import product_shape
 
 pytestmark = pytest.mark.reference
@@ -69,3 +76,18 @@ def test_number_of_rows_per_tile(has_tile_loads: bool, rows: int, monkeypatch: p
     assert attention_shape(64, 32, 128, 4, DEVICE).rows == 32
     assert attention_shape(64, 4, 128, 2, DEVICE).rows == 16
     assert attention_shape(64, 4, 128, 2, DEVICE, 1).keys == 128
+
+
+@pytest.mark.parametrize(("head_dim", "num_stages"), [(128, 2), (256, None)])
+def test_long_prompts_over_a_cache_in_fp8_have_fewer_stages(
+    head_dim: int, num_stages: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler keeps a converted tile of keys and one of values besides the stages.
+
+    If only one stage is left, shorter tiles are used.
+    """
+    monkeypatch.setattr(launch_config, "shared_memory", lambda device: HOPPER)
+    plain, fp8 = (ragged_shape(head_dim, 2, LONG_CONTEXT, DEVICE, kv_itemsize) for kv_itemsize in (2, 1))
+    short = ragged_shape(head_dim, 2, 0, DEVICE, 1)
+    assert plain == LONG_SHAPES[head_dim]
+    assert fp8 == (short if num_stages is None else replace(plain, num_stages=num_stages))

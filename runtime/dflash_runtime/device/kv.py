@@ -66,6 +66,11 @@ class KVCache:
         """Whether pages hold fewer bits than rows: attention must read rounded rows in every step."""
         return bool(self.pages.dtype != self.dtype)
 
+    @property
+    def itemsizes(self) -> dict[str, int]:
+        """Bytes of a number of a row, and of a number in pages, as `launch_config` names them."""
+        return {"itemsize": self.dtype.itemsize, "kv_itemsize": self.pages.itemsize}
+
     def scales_of(self, layer: int) -> KVScales:
         """The scales of a layer's keys and values."""
         return self.scales.get(layer, UNSCALED)

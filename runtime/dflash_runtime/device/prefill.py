@@ -141,8 +141,8 @@ class PromptLayout:
         """
         filled = tuple(chunk for chunk in chunks if chunk.start < chunk.end)
         longest_context = max((chunk.start for chunk in filled), default=0)
-        itemsize, device = self.cache.dtype.itemsize, self.cache.pages.device
-        shape_of = partial(ragged_shape, itemsize=itemsize, longest_context=longest_context, device=device)
+        device = self.cache.pages.device
+        shape_of = partial(ragged_shape, longest_context=longest_context, device=device, **self.cache.itemsizes)
         plans = plan_chunks(segments_of(filled), self.config, shape_of, device)
         plan = next(iter(plans.values()))
         ended = sorted((chunk.request for chunk in chunks if chunk.is_last), key=is_resumed)

@@ -89,7 +89,7 @@ class PromptRoom:
 
     def _plan(self, segments: Sequence[Segment]) -> dict[tuple[int, int], RaggedPlan]:
         cache = self._layout.cache
-        shape_of = partial(few_rows_shape, itemsize=cache.dtype.itemsize, device=cache.pages.device)
+        shape_of = partial(few_rows_shape, device=cache.pages.device, **cache.itemsizes)
         return plan_chunks(segments, self._layout.config, shape_of, cache.pages.device)
 
     def _lists(self, chunks: Sequence[Chunk]) -> list[list[int]]:

@@ -39,7 +39,7 @@ HALF_BYTES = 113 * 1024
 
 
 def record_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], launches: Launches) -> None:
-    """Record how to compile the kernel of one launch."""
+    """Record how to compile the kernel of one launch. Integers 1 and multiples of 16 are known to the compiler."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -50,7 +50,8 @@ def record_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     signature, constants, aligned = {}, {}, {}
     for place, name in enumerate(function.arg_names):
         value = given[name]
-        if "constexpr" in str(parameters[name].annotation) or value is None:
+        is_known = isinstance(value, int) and not function.params[place].do_not_specialize
+        if "constexpr" in str(parameters[name].annotation) or value is None or (is_known and value == 1):
             signature[name], constants[place,] = "constexpr", value
         elif isinstance(value, TensorDescriptor):
             signature[name] = f"tensordesc<{NAMES[value.base.dtype][1:]}{list(value.block_shape)}>"
@@ -58,18 +59,22 @@ def record_launch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
             signature[name], aligned[place,] = NAMES[value.dtype], [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i64" if abs(value) >= 2**31 else "i32"
+            if is_known and value % 16 == 0:
+                aligned[place,] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constexprs=constants, attrs=aligned)
     compilation = partial(triton.compile, source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     launches[f"{function.fn.__name__} {signature} {constants} {options}"] = compilation
 
 
 def fault(compilation: Callable[[], Any], is_light: bool) -> str | None:
-    """Return the compiler's error message, or the resources of a kernel that should be light and is too heavy."""
+    """Return the compiler's error message, or the resources of a kernel that the GPU lacks or that should be light."""
     try:
         built = compilation()
-        return too_heavy(built) if is_light else None
     except Exception as error:
         return str(error)[-800:]
+    if built.metadata.shared > SHARED_BYTES:
+        return f"{built.metadata.shared} bytes of shared memory, the GPU has {SHARED_BYTES}"
+    return too_heavy(built) if is_light else None
 
 
 def too_heavy(built: Any) -> str | None:
