@@ -15,17 +15,31 @@ LATER = {"acceptance-falls-with-load", "acceptance-falls-with-context", "second-
 """Findings that compare a later condition with the first run."""
 SHAPES = {"acceptance-stops", "acceptance-cliff"}
 """Findings on positions. Positions that are never drafted look like positions that are never accepted."""
+UNSTEADY = {
+    "answers-not-greedy", "answers-not-repeatable", "answers-change-with-load", "prefix-cache-changes-answers",
+    "second-turn-changes-answers", "default-settings-change-answers",
+}  # fmt: skip
+"""Findings on changed answers. They follow where one request alone gets other answers by chance."""
+UNREPEATABLE = {
+    "answers-not-repeatable", "answers-change-each-time", "temperature-zero-ignored", "replicas-answer-differently",
+}  # fmt: skip
+"""Findings which say that the load is not the reason of changed answers."""
 EXPLAINS: Mapping[str, set[str]] = {
-    "counters-reset": {"counters-incomplete"},
+    "counters-reset": {"counters-incomplete", "counters-contradict"},
     "acceptance-falls-with-time": {
         *LATER, "repeat-lowers-acceptance", "acceptance-near-zero", "acceptance-low-everywhere", *REJECTED,
     },
     "answers-not-repeatable": {"answers-change-with-load"},
-    "answers-repeat-one-token": {*SHAPES, *LOW, *LATER, "acceptance-near-zero", "structured-output-broken",
-        "tool-call-broken"},
+    "temperature-zero-ignored": UNSTEADY,
+    "answers-change-each-time": UNSTEADY,
+    "replicas-answer-differently": UNSTEADY,
+    "counters-contradict": {*SHAPES, *LOW, "acceptance-near-zero", "counters-incomplete"},
+    "answers-repeat-one-token": {*SHAPES, *LOW, *LATER, "acceptance-near-zero", "temperature-ignored",
+        "structured-output-broken", "tool-call-broken"},
     "several-replicas": {
-        "foreign-traffic", "counters-reset", "counters-incomplete", "partly-drafted", "draft-off-under-load",
-        "prefix-cache-unused", "acceptance-falls-within-answers", "acceptance-falls-with-time", *LATER, *NOT_DRAFTED,
+        "foreign-traffic", "counters-reset", "counters-incomplete", "counters-contradict", "partly-drafted",
+        "draft-off-under-load", "prefix-cache-unused", "second-turn-not-cached", "acceptance-falls-within-answers",
+        "acceptance-falls-with-time", *LATER, *NOT_DRAFTED,
     },
     "draft-not-engaged": NOT_DRAFTED,
     "draft-capped": SHAPES,

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import HttpClient
@@ -32,6 +32,11 @@ UNQUANTISED = {"auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32",
 LOOKUPS = ("ngram", "lookup", "lookahead", "suffix")
 """Words in the names of methods that draft without a model."""
 MAX_MODELS, MAX_SHOWN_CHARS = 1000, 200
+
+Decoding = Literal["asked", "likeliest", "flat"]
+LIKELIEST: Mapping[str, Any] = {"temperature": 0.01, "top_k": 1}
+FLAT: Mapping[str, Any] = {"temperature": 2.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+"""Fields of these ways of decoding, under the names that all engines share."""
 
 Drafts = Annotated[int, Limits(least=0, below=MAX_DRAFT_TOKENS + 1)]
 Steps = Annotated[int, Limits(least=0, below=MAX_STEPS * MAX_DRAFT_TOKENS)]
@@ -141,12 +146,15 @@ class Variant:
     uses_cache       reads the prefix cache, also on a server that needs a field for it
     leaves_defaults  names no penalty, so that the server's own sampling settings apply
     json_schema      the answer is an instance of this schema
+    decoding         `likeliest` asks for the likeliest tokens without a temperature of 0; `flat` asks for tokens at a
+                     high temperature of the whole vocabulary
     """
 
     is_plain: bool = False
     uses_cache: bool = False
     leaves_defaults: bool = False
     json_schema: Mapping[str, Any] | None = None
+    decoding: Decoding = "asked"
 
 
 MEASURED = Variant()
@@ -197,9 +205,11 @@ class InferenceServer(ABC):
         """Whether a request can switch drafts off."""
         return bool(self.plain_fields)
 
-    def neutral_fields(self, asked: Asked, variant: Variant) -> Mapping[str, Any]:
-        """The fields of `neutral` for a greedy request that does not leave the server's own settings."""
-        return {} if asked.temperature or variant.leaves_defaults else self.neutral
+    def sampling_fields(self, asked: Asked, variant: Variant) -> Mapping[str, Any]:
+        """The temperature, and for a greedy request that does not leave the server's own settings `neutral`."""
+        neutral = {} if asked.temperature or variant.leaves_defaults else self.neutral
+        own = {"asked": {"temperature": asked.temperature}, "likeliest": LIKELIEST, "flat": FLAT}[variant.decoding]
+        return {**own, **neutral}
 
     @abstractmethod
     def describe(self) -> ServerFacts:
@@ -227,9 +237,12 @@ class InferenceServer(ABC):
 
     def call_tool(
         self, messages: Sequence[Mapping[str, Any]], tool: Mapping[str, Any] | None, *, max_new_tokens: int,
-        is_streamed: bool = False, variant: Variant = MEASURED,
+        is_streamed: bool = False, variant: Variant = MEASURED, stop: str | None = None,
     ) -> ServedToolCall:  # fmt: skip
-        """The server's answer to a chat, which must call the tool if one is given. Raises the errors of `post`."""
+        """The server's answer to a chat, which must call the tool if one is given, and ends at the string `stop`.
+
+        Raises the errors of `post`.
+        """
         body = {
             "model": self.model,
             "messages": list(messages),
@@ -238,6 +251,7 @@ class InferenceServer(ABC):
             "temperature": 0,
             "stream": is_streamed,
             **(self.plain_fields if variant.is_plain else {}),
+            **({} if stop is None else {"stop": [stop]}),
         }
         if not is_streamed:
             return self.post(CHAT, body, read_call)

@@ -120,12 +120,17 @@ class QuestionSession:
         return texts
 
     def ask(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, variant: Variant = MEASURED, temperature: float = 0.0
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        variant: Variant = MEASURED,
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> CountedAnswer:
         """The answer to a prompt, by default greedy. Raises the errors of `InferenceServer.answer`."""
         before = self._counters()
         started = time.perf_counter()
-        asked = Asked(max_new_tokens=max_new_tokens, temperature=temperature)
+        asked = Asked(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         served = self.server.answer(prompt_ids, asked, variant)
         seconds = time.perf_counter() - started
         self.charge(len(prompt_ids) + len(served.token_ids))

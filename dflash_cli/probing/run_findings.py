@@ -40,6 +40,7 @@ def find_in_runs(
         yield from _lower_under_load(loads, equalities)
     yield from _unequal(facts, equalities)
     yield from _counters(runs)
+    yield from _contradicting(runs)
     yield from _prefix_cache(facts)
     yield from _quantised(facts)
     yield from _lossy(facts)
@@ -205,6 +206,21 @@ def _counters(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
             follows="the server or an engine of it started anew; counters from before and after do not add up",
             next="look in the server's log for a restart, and repeat the probe",
         )
+
+
+def _contradicting(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
+    for run in runs:
+        found = None if run.counted is None else run.counted.contradiction
+        if found is not None:
+            yield ServedFinding(
+                id="counters-contradict",
+                severity="warning",
+                seen=f"{run.name}: the server counted {found}",
+                follows="one of the counters lacks a part of the server, such as one of its engines; dashboards that "
+                "show it are wrong. Figures by position are left out where they come from it",
+                next="compare the samples of each label at /metrics, and report it to the engine",
+            )
+            return
 
 
 def _prefix_cache(facts: ServerFacts) -> Iterator[ServedFinding]:

@@ -17,6 +17,8 @@ from dflash_runtime.metrics import MAX_DRAFT_TOKENS
 from dflash_runtime.phrases import shorten
 
 MAX_DIGITS = 9
+MIN_CONTRADICTION, CONTRADICTION = 8, 0.05
+"""Counts that must be equal contradict each other if they differ by this number and by this share."""
 MAX_COUNT = 2**53
 """Counters are floats, and larger ones would lose steps."""
 
@@ -55,9 +57,22 @@ class ServerCounters:
         return ServerCounters(**values, per_pos_accepted=positions)
 
     @property
+    def contradiction(self) -> str | None:
+        """A contradiction between two counts, in words; None if all agree."""
+        by_position, accepted = sum(self.per_pos_accepted), self.num_accepted_tokens
+        if accepted is None:
+            return None
+        if self.per_pos_accepted and _differ(by_position, accepted):
+            return f"{by_position} accepted tokens by position, {accepted} in all"
+        drafted = self.num_draft_tokens
+        if drafted is not None and accepted > drafted and _differ(accepted, drafted):
+            return f"{accepted} accepted tokens of {drafted} drafted ones"
+        return None
+
+    @property
     def histogram(self) -> tuple[int, ...] | None:
         """Numbers of steps that accepted 0, 1, ... K draft tokens; None if unknown or if counters contradict."""
-        if self.num_drafts is None or not self.per_pos_accepted:
+        if self.num_drafts is None or not self.per_pos_accepted or self.contradiction:
             return None
         reached = (self.num_drafts, *self.per_pos_accepted, 0)
         steps = tuple(now - after for now, after in pairwise(reached))
@@ -143,6 +158,10 @@ def _samples(text: str, where: str) -> list[Sample]:
 def _foreign(where: str, found: str) -> UnsupportedError:
     expected = "counters in the Prometheus format"
     return UnsupportedError(f"found {found}, expected {expected}", id="not-prometheus", path=where, expected=expected)
+
+
+def _differ(count: int, other: int) -> bool:
+    return abs(count - other) > max(MIN_CONTRADICTION, CONTRADICTION * max(count, other))
 
 
 def _rise(before: int | None, after: int | None) -> int | None:

@@ -14,7 +14,7 @@ from dflash_cli.generation.answers import Event
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation
 from dflash_cli.probing.attribution import Attribution, Evidence, attribute
-from dflash_cli.probing.explained_findings import drop_explained
+from dflash_cli.probing.explained_findings import UNREPEATABLE, drop_explained
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
 from dflash_cli.probing.probe_options import ProbePlan
 from dflash_cli.probing.question import QuestionReport, QuestionSession, ask_questions
@@ -144,7 +144,7 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
         runs=runs,
         loads=[] if "acceptance-falls-with-time" in found_later else loads,
         yardsticks=yardsticks,
-        equalities=[] if "answers-not-repeatable" in found_later else alike,
+        equalities=[] if found_later & UNREPEATABLE else alike,
         yardstick_equalities=unlike,
         known_faults=request.known_faults,
         minimum=request.options.min_acceptance,

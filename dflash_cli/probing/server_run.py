@@ -366,12 +366,8 @@ def _pool(
         return total, "answers", [note] if lacking else []
     num_tokens = sum(len(answer.output.token_ids) for answer in answers)
     if counted is not None and counted.num_drafts and counted.num_accepted_tokens is not None:
-        counts = AcceptanceCounts(
-            num_speculative_tokens=len(counted.per_pos_accepted),
-            num_drafts=counted.num_drafts,
-            num_accepted_tokens=counted.num_accepted_tokens,
-            per_pos_accepted=list(counted.per_pos_accepted),
-        )
+        per_pos = () if counted.contradiction else counted.per_pos_accepted
+        counts = AcceptanceCounts(len(per_pos), counted.num_drafts, counted.num_accepted_tokens, list(per_pos))
         why = "the server counts all requests together"
         return _summary(counts, len(served), num_tokens, why, counted.histogram or ()), "counters", []
     sums = [item for item in served if item.num_steps and item.num_accepted is not None]

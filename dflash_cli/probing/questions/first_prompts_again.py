@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dflash_cli.generation.answers import Answer
+from dflash_cli.probing.changing_answers import explain_changes
 from dflash_cli.probing.question import LAST, QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.token_equality import TokenText, Turn, compare_texts
@@ -65,7 +66,9 @@ def ask(session: QuestionSession) -> Outcome:
 
 
 def _again(session: QuestionSession, answer: Answer) -> CountedAnswer:
-    return session.ask(answer.output.prompt_token_ids, session.asking.asked.max_new_tokens)
+    """With another seed, on which a greedy answer does not depend."""
+    asked = session.asking.asked
+    return session.ask(answer.output.prompt_token_ids, asked.max_new_tokens, seed=asked.seed + 1)
 
 
 def _chooses_widths(session: QuestionSession) -> bool:
@@ -118,7 +121,13 @@ def _changed(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnsw
         next_logprobs=session.likeliest,
         near_tie_nats=session.near_tie_nats,
     )
-    if equality.shows_fault(is_quantised=session.facts.is_quantised):
+    is_fault = equality.shows_fault(is_quantised=session.facts.is_quantised)
+    is_blind = bool(equality.differences) and all(item.gap_nats is None for item in equality.differences)
+    reasons: list[ServedFinding] = []
+    if is_fault or (is_blind and len(equality.differences) >= len(pairs) / 2):
+        reasons = explain_changes(session, [first["", int(item.name)].prompt_ids for item in equality.differences])
+    yield from reasons
+    if is_fault and not reasons:
         most = max(item.gap_nats or 0 for item in equality.unexplained)
         size = plural(len(pairs), "greedy answer")
         yield ServedFinding(

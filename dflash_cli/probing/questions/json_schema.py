@@ -1,6 +1,7 @@
 """Ask for JSON by a schema: is it valid, is it drafted, and is it as fast as other answers?"""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ TEXTS = (
     "Describe a hammer as a JSON object with name, kind, count and two or three tags. Answer with JSON only.",
 )
 THOUGHT_END = "</think>"
+MARKS = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{1,20}\]|```|\x00")
+"""Marks of templates, which a server may leave behind an answer."""
 
 
 @QUESTIONS.register("json-schema")
@@ -58,9 +61,20 @@ def _is_valid(item: CountedAnswer) -> bool | None:
     """Whether an answer fits the schema; None if it was cut before its end."""
     text = item.served.text.rpartition(THOUGHT_END)[2].strip()
     inner = text[text.find("{") : text.rfind("}") + 1]  # a server may leave marks of the template around it
-    if any(_fits(candidate) for candidate in (text, inner)):
+    if any(_fits(candidate) for candidate in (text, inner)) and not _rest(text):
         return True
     return None if item.served.finish_reason == "length" else False
+
+
+def _rest(text: str) -> str:
+    """The text after the object, without white space and marks of templates."""
+    return MARKS.sub("", text.rpartition("}")[2]).strip() if "}" in text else ""
+
+
+def _fault_of(text: str) -> str:
+    rest = _rest(text)
+    what, part = ("have text after the object", rest) if rest else ("do not fit the schema", text)
+    return f"{what}, such as {json.dumps(shorten(' '.join(part.split()), 60))}"
 
 
 def _fits(text: str) -> bool:
@@ -85,8 +99,7 @@ def _broken(
     places = [place for place, verdict in enumerate(verdicts) if verdict is False]
     if not places:
         return
-    text = shorten(" ".join(found[places[0]].served.text.split()), 60)
-    seen = f"{len(places)} of {plural(len(found), 'answer')} do not fit the schema, such as {json.dumps(text)}"
+    seen = f"{len(places)} of {plural(len(found), 'answer')} {_fault_of(found[places[0]].served.text)}"
     is_draft = None
     if session.server.can_switch_off:
         variant = Variant(json_schema=SCHEMA, is_plain=True)

@@ -13,11 +13,13 @@ from dflash_cli.probing.question import QUESTIONS, CountedAnswer, NotJudged, Out
 from dflash_cli.probing.questions.plain_decoding import find_worst
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.token_equality import TokenEquality, TokenText, compare_texts
-from dflash_runtime.errors import DFlashError
+from dflash_runtime.errors import DFlashError, RequestError
 from dflash_runtime.phrases import plural
 
 FIRST, MORE = slice(0, 2), slice(2, 6)
 CACHED = Variant(uses_cache=True)
+PART, NUM_RETRIES = 0.3, 3
+"""A cache is used if it holds this share of the first prompt. Large blocks hold less than all of it."""
 SOUND, LOWER, EACH, MOST, MIN_STEPS = 2.0, 0.4, 0.7, 0.75, 20
 """Second turns are slower if their twins have SOUND tokens per step, and second turns accept less than LOWER of the
 draft tokens. For MOST conversations the share must be below EACH."""
@@ -39,8 +41,14 @@ def ask(session: QuestionSession) -> Outcome:
     if not (session.server.can_score or session.server.can_switch_off):
         raise NotJudged("the server neither scores tokens nor computes a prompt without its cache")
     found = _converse(session, FIRST)
-    equality = _compare(session, [(item.turn_ids, item.second) for item in found])
-    findings = [*_changed(session, found, equality)]
+    findings = list(_not_cached(session, found))
+    try:
+        equality = _compare(session, [(item.turn_ids, item.second) for item in found])
+    except RequestError:
+        if not findings:
+            raise
+        return Outcome(seen=findings[0].seen, findings=findings)
+    findings += _changed(session, found, equality)
     is_slower = _is_slower([(item.first, item.second) for item in found])
     lengths = [pooled_length([getattr(item, side) for item in found])[0] for side in ("first", "second")]
     seen = f"{equality.num_same} of {plural(equality.num_compared, 'second turn')} as by the target alone"
@@ -61,6 +69,37 @@ def _converse(session: QuestionSession, places: slice) -> list[TwoTurns]:
         second = session.ask(turn_ids, ANSWER_LEN, CACHED)
         found.append(TwoTurns(prompt_ids=item.token_ids, first=first, turn_ids=turn_ids, second=second))
     return found
+
+
+def _not_cached(session: QuestionSession, found: Sequence[TwoTurns]) -> Iterator[ServedFinding]:
+    """Second turns that find little of their first turn in the cache, where the first prompt alone is found.
+
+    Another rank of the server may have answered, so other second turns are asked. By then more ranks hold the first.
+    """
+    if not found or any(_finds(item, item.second) is not False for item in found):
+        return
+    again = [session.ask(item.prompt_ids, ANSWER_LEN, CACHED) for item in found]
+    if not all(_finds(item, answer) for item, answer in zip(found, again, strict=True)):
+        return
+    asked, begun = found[0], (*found[0].prompt_ids, *found[0].first.served.token_ids)
+    ends = [ids for ids in session.prompts if ids != asked.turn_ids[len(begun) :]][-NUM_RETRIES:]
+    if not any(_finds(asked, session.ask((*begun, *ids), ANSWER_LEN, CACHED)) for ids in ends):
+        size = len(found[0].prompt_ids)
+        yield ServedFinding(
+            id="second-turn-not-cached",
+            severity="warning",
+            seen=f"{sum(item.second.num_cached or 0 for item in found)} cached tokens in "
+            f"{plural(len(found), 'second turn')} that go on from prompts of {size} tokens; the prompts alone have "
+            f"{sum(item.num_cached or 0 for item in again)}",
+            follows="each turn of a conversation computes all turns before it: the cache keeps a prompt's end alone, "
+            "as for targets with a recurrent state or a window. Whether the draft is the reason is not known",
+            next="look for checkpoints of states in the server's options, and compare with a start without the draft",
+        )
+
+
+def _finds(item: TwoTurns, answer: CountedAnswer) -> bool | None:
+    """Whether the cache held a part of the first prompt that is worth naming; None if that is not known."""
+    return None if answer.num_cached is None else answer.num_cached >= PART * len(item.prompt_ids)
 
 
 def _compare(session: QuestionSession, asked: Sequence[tuple[tuple[int, ...], CountedAnswer]]) -> TokenEquality:

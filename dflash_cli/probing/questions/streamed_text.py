@@ -1,7 +1,8 @@
 """Ask a chat in one piece and as a stream: does the stream have the whole text?
 
 A verify step commits several tokens at once, and the last one comes with the end of the answer. A server that sends one
-token per step, or nothing with the end, loses text of a stream. A character may need several tokens, and a server that
+token per step, or nothing with the end, loses text of a stream. A parser of reasoning that misses its end within a step
+puts it into the text. A character may need several tokens, and a server that
 sends each token's bytes at once writes U+FFFD in its place.
 """
 
@@ -16,6 +17,7 @@ from dflash_runtime.phrases import shorten
 ANSWER_LEN, MIN_CHARS, NUM_TRIES = 64, 16, 2
 RIVERS = "Write two sentences about rivers."
 LETTERS = "Copy this line: “Café naïve — Čeština, 日本語, 한국어, 🌊🚀🧪, मानक, 👨‍👩‍👧”"
+MARKS = ("<think>", "</think>")
 BROKEN = "\ufffd"
 """The replacement character, which stands for bytes that are no character."""
 
@@ -71,7 +73,11 @@ def _ask_text(session: QuestionSession) -> Outcome:
             raise NotJudged(f"an answer has less than {MIN_CHARS} letters")
         seen = f"{len(texts[0])} letters in one piece, {len(texts[1])} streamed"
         if texts[0] == texts[1]:
-            return Outcome(seen=f"{seen}, the same text")
+            broken = list(_misplaced(whole, streamed))
+            seen += f", the same text{', divided otherwise' if broken else ''}"
+            if broken:
+                continue
+            return Outcome(seen=seen)
         if whole.finish_reason != streamed.finish_reason or not any(_has(*pair) for pair in (texts, texts[::-1])):
             raise NotJudged("the two answers are different texts")
         broken = list(_broken(whole, streamed))
@@ -90,13 +96,37 @@ def _chat(session: QuestionSession, text: str, *, is_streamed: bool) -> ServedTo
 
 def _letters(answer: ServedToolCall) -> str:
     """The text without white space, which parsers strip from an answer in one piece."""
-    return "".join((answer.thought + answer.text).split())
+    return _plain(answer.thought + answer.text)
+
+
+def _plain(text: str) -> str:
+    """A text without white space and marks of reasoning."""
+    for mark in MARKS:
+        text = text.replace(mark, "")
+    return "".join(text.split())
 
 
 def _has(whole: str, part: str) -> bool:
     """Whether a text is left if some letters of `whole` are taken out."""
     letters: Iterable[str] = iter(whole)
     return all(letter in letters for letter in part)
+
+
+def _misplaced(whole: ServedToolCall, streamed: ServedToolCall) -> Iterator[ServedFinding]:
+    """Reasoning that only one of the answers has in its text. Reasoning that a limit cut is not judged in one piece."""
+    sizes = [len(_plain(item.text)) for item in (whole, streamed)]
+    is_cut = not sizes[0] or not sizes[1] or "length" in (whole.finish_reason, streamed.finish_reason)
+    if sizes[1] > sizes[0] or (sizes[1] < sizes[0] and not is_cut):
+        where = ["in one piece", "streamed"]
+        yield ServedFinding(
+            id="reasoning-misplaced",
+            severity="error",
+            seen=f"{sizes[0]} letters of text and {len(_plain(whole.thought))} of reasoning {where[0]}, {sizes[1]} and "
+            f"{len(_plain(streamed.thought))} {where[1]}",
+            follows=f"the answer {where[sizes[1] > sizes[0]]} has reasoning in its text: the parser misses where it "
+            "ends, which may be in the middle of a step. Whether the draft is the reason is not known",
+            next="ask in both ways without the draft; report it to the engine",
+        )
 
 
 def _broken(whole: ServedToolCall, streamed: ServedToolCall) -> Iterator[ServedFinding]:

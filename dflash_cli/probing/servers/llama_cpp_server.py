@@ -86,12 +86,11 @@ class LlamaCppServer(InferenceServer):
         body = {
             "prompt": list(prompt_ids),
             "n_predict": asked.max_new_tokens,
-            "temperature": asked.temperature,
             "seed": asked.seed,
             "ignore_eos": asked.ignore_eos,
             "return_tokens": True,
             "cache_prompt": variant.uses_cache,
-            **self.neutral_fields(asked, variant),
+            **self.sampling_fields(asked, variant),
             **(self.plain_fields if variant.is_plain else {}),
             **({} if variant.json_schema is None else {"json_schema": variant.json_schema}),
         }

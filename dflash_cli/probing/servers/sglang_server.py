@@ -73,9 +73,8 @@ class SglangServer(InferenceServer):
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
         sampling: dict[str, Any] = {
             "max_new_tokens": asked.max_new_tokens,
-            "temperature": asked.temperature,
             "ignore_eos": asked.ignore_eos,
-            **self.neutral_fields(asked, variant),
+            **self.sampling_fields(asked, variant),
         }
         if variant.json_schema is not None:
             sampling["json_schema"] = json.dumps(variant.json_schema)

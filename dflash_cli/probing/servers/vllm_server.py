@@ -75,10 +75,9 @@ class VllmServer(InferenceServer):
             "model": self.model,
             "prompt": list(prompt_ids),
             "max_tokens": asked.max_new_tokens,
-            "temperature": asked.temperature,
             "ignore_eos": asked.ignore_eos,
             "return_token_ids": True,
-            **self.neutral_fields(asked, variant),
+            **self.sampling_fields(asked, variant),
         } | ({"seed": asked.seed} if asked.temperature else {})
         if variant.json_schema is not None:
             schema = {"name": "answer", "schema": variant.json_schema, "strict": True}

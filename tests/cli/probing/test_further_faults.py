@@ -16,9 +16,14 @@ from dflash_testing.scripted_faults import (
     Ageing,
     Fading,
     FirstStep,
+    Looping,
+    Miscounted,
     OddAnswers,
+    Revised,
     SecondTurn,
     Telling,
+    Tempered,
+    Thinking,
     Timed,
     Wide,
     WithDefaults,
@@ -45,6 +50,8 @@ class Dev(Script):
         return config if path.startswith(INFO) else document
 
 
+SLOW = {"38", "40", "42", "44 vllm"}
+"""Variants that read counters after each answer."""
 FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "21 steps": (partial(Fading, **STEPS), {"acceptance-falls-within-answers"}),
     "21 counters": (partial(Fading, **V), {"acceptance-falls-within-answers"}),
@@ -90,10 +97,34 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "37 steps": (partial(FirstStep, **STEPS, first=0.6), {"acceptance-falls-within-answers"}),
     "37 llama.cpp": (partial(FirstStep, **L, has_metrics=False), {"acceptance-falls-within-answers"}),
     "32 pieces": (partial(OddAnswers, **L, loses="pieces"), {"text-stream-broken"}),
+    "38": (partial(Miscounted, **V), {"counters-contradict"}),
+    "38 llama.cpp": (partial(Miscounted, **L), {"counters-contradict"}),
+    "39": (partial(Thinking, **S, leaks="streamed"), {"reasoning-misplaced"}),
+    "39 in one piece": (partial(Thinking, **L, leaks="in one piece"), {"reasoning-misplaced"}),
+    "40": (partial(Tempered, **V), {"temperature-zero-ignored"}),
+    "40 llama.cpp": (partial(Tempered, **L), {"temperature-zero-ignored"}),
+    "40 with a seed": (partial(Tempered, **L, is_seeded=True), {"temperature-zero-ignored"}),
+    "40 without log-probabilities": (partial(Tempered, **S, has_scores=False), {"temperature-zero-ignored"}),
+    "40 whatever is asked": (partial(Tempered, **S, samples="whatever"), {"answers-change-each-time"}),
+    "41": (
+        partial(Revised, **STEPS, replicas=2, unlike={"revision": 1}),
+        {"several-replicas", "replicas-answer-differently"},
+    ),
+    "41 without metrics": (
+        partial(Revised, **STEPS, replicas=2, unlike={"revision": 1}, has_metrics=False),
+        {"replicas-answer-differently"},
+    ),
+    "42": (partial(Script, **V, cache="prompts"), {"second-turn-not-cached"}),
+    "42 llama.cpp": (partial(Script, **L, cache="prompts"), {"second-turn-not-cached"}),
+    "43": (partial(Looping, **S, size=2), {"long-prompts-loop"}),
+    "44": (partial(Tempered, **S, samples="never"), {"temperature-ignored"}),
+    "44 vllm": (partial(Tempered, **V, samples="never"), {"temperature-ignored"}),
+    "45": (partial(Script, **S, json="goes on"), {"structured-output-broken"}),
+    "46": (partial(OddAnswers, **S, misses="c"), {"stop-string-missed"}),
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])
 def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, ids = FAULTS[name]
     found = probe_script(monkeypatch, make())

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+import pytest
+
 from dflash_cli.probing.inference_server import SERVERS, server_engines
 from dflash_cli.probing.server_counters import ServerCounters, read_counters
 from dflash_runtime.errors import UnsupportedError
@@ -103,3 +105,22 @@ def test_counters_after_a_restart_have_no_rise() -> None:
         num_tokens=0,
         num_cached_tokens=0,
     )
+
+
+@pytest.mark.parametrize(
+    ("counts", "positions", "contradicts"),
+    [
+        ({"num_accepted_tokens": 90}, (50, 40), False),
+        ({"num_accepted_tokens": 98}, (50, 40), False),
+        ({"num_accepted_tokens": 180}, (50, 40), True),
+        ({"num_accepted_tokens": 90, "num_draft_tokens": 50}, (50, 40), True),
+        ({"num_accepted_tokens": 90}, (), False),
+        ({}, (50, 40), False),
+    ],
+)
+def test_counters_that_cannot_both_be_right_contradict_each_other(
+    counts: dict[str, int], positions: tuple[int, ...], contradicts: bool
+) -> None:
+    found = ServerCounters(num_drafts=60, per_pos_accepted=positions, **counts)
+    assert bool(found.contradiction) == contradicts
+    assert found.histogram is None or not contradicts

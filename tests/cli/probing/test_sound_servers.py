@@ -1,10 +1,13 @@
 """Sound servers of every engine and kind: the probe names no fault in them."""
 
+import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from dflash_testing.scripted_faults import Fading, Telling, Timed, Wide, WithDefaults
+from dflash_testing.scripted_faults import Fading, Looping, Ranks, Telling, Thinking, Timed, Wide, WithDefaults
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -54,6 +57,10 @@ SOUND: dict[str, Script] = {
     "drafts as fast as none, with noise": Timed(**L, step_ms=5.4, noise=1.0),
     "characters of several tokens": Wide(**V),
     "all slots draft": Telling(**L, slots=(True, True)),
+    "reasoning in its own field": Thinking(**S),
+    "marks of the template around JSON": Script(**S, json="marks"),
+    "two ranks with a cache each": Ranks(**S),
+    "two answers of one token": Looping(**S, size=1),
 }
 
 
@@ -62,6 +69,29 @@ def test_a_sound_server_has_no_fault(name: str, monkeypatch: pytest.MonkeyPatch)
     found = probe_script(monkeypatch, SOUND[name])
     assert named(found) == set(), [(item.id, item.seen) for item in found.findings]
     assert not found.attribution.is_fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(150))
+def test_a_random_sound_server_has_no_fault(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    k, style = draw.choice([1, 3, 5, 7, 15]), draw.choice([V, STEPS, {**V, "reports": "summary"}, S, L])
+    changes: dict[str, Any] = {
+        "k": k,
+        "rate": draw.uniform(0.3, 0.95),
+        "block": draw.choice([1, 16, 64, 528]),
+        "cache": draw.choice(["on", "untold"]),
+        "has_metrics": draw.random() < 0.8 or style is V,
+        "has_scores": draw.random() < 0.8,
+        "split_nats": draw.choice([0.0, 0.0, 0.1, 0.2]),
+        "loaded_split": draw.choice([0.0, 0.0, 0.1]),
+        "json": draw.choice(["sound", "thinking", "cut", "marks", "refused"]),
+        "tools": draw.choice(["sound", "absent", "cut", "refused"]),
+    }
+    kinds: list[Callable[..., Script]] = [Script, Thinking, Wide, partial(Looping, size=1)]
+    kinds += [Ranks] if style is S else []
+    found = probe_script(monkeypatch, draw.choice(kinds)(**style, **changes))
+    assert named(found) == set(), (changes, [(item.id, item.seen) for item in found.findings])
 
 
 def test_a_low_first_position_without_another_mark_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -73,6 +74,8 @@ class Handler(BaseHTTPRequestHandler):
                 return
             text = engine.text_of(ids, body["num_tokens"], is_loaded=engine.num_active > 1)
             text = engine.with_cache(ids, text)
+            if (body["temperature"] or 0) > 0.1:
+                text = replace(text, token_ids=tuple(token + 1 for token in text.token_ids))  # sampled
             with engine.lock:
                 engine.count(text)
             self._send_json(ANSWERS[engine.style](engine, text))

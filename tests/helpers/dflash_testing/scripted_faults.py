@@ -10,6 +10,7 @@ from dflash_testing.scripted_servers import LONG, Script
 
 PENALTIES = ("repetition_penalty", "repeat_penalty")
 Kind = Literal["sampled", "defaults"]
+THOUGHT = "The user wants two sentences. I keep them short."
 
 
 @dataclass
@@ -178,19 +179,125 @@ class Wide(Script):
 
 @dataclass
 class OddAnswers(Script):
-    """Answers of one token, cut to `cap` tokens, or `surplus` tokens too long; streams that lose pieces of text."""
+    """Answers of one token, cut to `cap` tokens, or `surplus` tokens too long; lost pieces of streams; missed stops."""
 
     token: int | None = None
     cap: int | None = None
     surplus: int = 0
     loses: Literal["", "end", "pieces"] = ""
+    misses: str = ""
 
     def complete(self, ids: Ids, num_tokens: int, *, is_plain: bool, uses_cache: bool) -> Text:
         size = min(num_tokens, self.cap or num_tokens) + (self.surplus if num_tokens > 1 else 0)
         return super().complete(ids, size, is_plain=is_plain, uses_cache=uses_cache)
 
+    @property
+    def is_sampled(self) -> bool:
+        return super().is_sampled and self.token is None
+
     def tokens(self, ids: Ids, num_tokens: int) -> Ids:
         return super().tokens(ids, num_tokens) if self.token is None else (self.token,) * num_tokens
 
+    def misses_stop(self, stop: str) -> bool:
+        """Strings that begin with a letter of `misses` are in the middle of a step."""
+        return stop[0] in self.misses
+
     def as_stream(self, pieces: list[str]) -> list[str]:
         return {"": pieces, "end": pieces[:-1], "pieces": pieces[::2]}[self.loses]
+
+
+@dataclass
+class Thinking(Script):
+    """A model that thinks before it answers. The parser leaves the thought in the text where it `leaks`."""
+
+    leaks: Literal["", "streamed", "in one piece"] = ""
+
+    def tool_call(self) -> tuple[dict[str, Any], str, int]:
+        message, reason, count = super().tool_call()
+        reason = reason if "tools" in self.body else "stop"
+        if self.leaks == ("streamed" if self.body.get("stream") else "in one piece"):
+            return message | {"content": THOUGHT + (message["content"] or "")}, reason, count
+        return message | {"reasoning_content": THOUGHT}, reason, count
+
+    def as_thought(self, message: Mapping[str, Any]) -> str:
+        return str(message.get("reasoning_content") or "")
+
+
+@dataclass
+class Miscounted(Script):
+    """The counters by position lack every second answer."""
+
+    def count(self, text: Text) -> None:
+        positions = list(self.counts["positions"])
+        super().count(text)
+        if self.num_answers % 2:
+            self.counts["positions"] = positions
+
+
+@dataclass
+class Tempered(Script):
+    """Requests are sampled at temperature 0 as well, `whatever` they ask, or never. Scores are of the greedy answer."""
+
+    samples: Literal["at 0", "whatever", "never"] = "at 0"
+    is_seeded: bool = False
+
+    @property
+    def sampling_seed(self) -> int:
+        return self.body["seed"] + 10 * bool(self.body.get("speculative.n_max")) if self.is_seeded else self.num_answers
+
+    @property
+    def is_sampled(self) -> bool:
+        has_top_k = self.body.get("sampling_params", self.body).get("top_k") == 1
+        return self.samples == "whatever" or (self.samples == "at 0" and not has_top_k)
+
+    def next_of(self, ids: Ids) -> dict[int, float]:
+        prompt = self.prompt_of(ids)
+        token = self.tokens(prompt, len(ids) - len(prompt) + 1)[-1]
+        return {token: -0.1, token + 1: -1.1, token + 2: -3.1}
+
+    def scores(self, ids: Ids) -> list[dict[int, float]]:
+        prompt = self.prompt_of(ids)
+        own = self.tokens(prompt, len(ids) - len(prompt))
+        each = zip(ids[len(prompt) :], own, strict=True)
+        return [{token: -0.1} if token == first else {token: -3.0, first: -0.1} for token, first in each]
+
+
+@dataclass
+class Revised(Tempered):
+    """One of two replicas has another revision of the target, with other answers."""
+
+    samples: Literal["at 0", "whatever", "never"] = "never"
+    revision: int = 0
+
+    def tokens(self, ids: Ids, num_tokens: int) -> Ids:
+        own = super().tokens(ids, num_tokens)
+        return tuple(token + self.revision * (place % 12 == 5) for place, token in enumerate(own))
+
+
+@dataclass
+class Looping(Script):
+    """After long prompts the target says `size` tokens in turn. One prompt in eight asks for such a text."""
+
+    size: int = 2
+
+    def tokens(self, ids: Ids, num_tokens: int) -> Ids:
+        is_loop = (len(ids) >= LONG and self.size > 1) or ids[-1] % 8 == 3
+        return (
+            tuple(300 + place % self.size for place in range(num_tokens))
+            if is_loop
+            else super().tokens(ids, num_tokens)
+        )
+
+
+@dataclass
+class Ranks(Script):
+    """Two ranks answer in turn, each with a prefix cache of its own."""
+
+    kept: tuple[list[Ids], list[Ids]] = field(default_factory=lambda: ([], []))
+
+    def complete(self, ids: Ids, num_tokens: int, *, is_plain: bool, uses_cache: bool) -> Text:
+        text = super().complete(ids, num_tokens, is_plain=is_plain, uses_cache=uses_cache)
+        kept = self.kept[self.num_answers % 2]
+        cached = max((len(item) for item in kept if ids[: len(item)] == item), default=0)
+        kept += [ids, ids + text.token_ids]
+        return replace(text, num_cached=min(cached, len(ids) - 1))

@@ -26,7 +26,9 @@ V, S, L = (dict[str, Any](style=style) for style in ("vllm", "sglang", "llama.cp
 STEPS: dict[str, Any] = {**V, "reports": "detailed"}
 """vLLM with each step in its answers."""
 
-Json = Literal["sound", "broken", "broken with drafts", "free text", "undrafted", "cut", "thinking", "refused"]
+Json = Literal["sound", "broken", "broken with drafts", "free text", "undrafted", "cut", "thinking", "goes on", "marks",
+    "refused",
+]  # fmt: skip
 Tools = Literal["sound", "stream loses text", "broken", "as text", "undrafted", "absent", "cut", "refused"]
 
 SOUND_JSON = json.dumps({"name": "oak", "kind": "plant", "count": 1, "tags": ["tall", "green"]})
@@ -45,7 +47,8 @@ class Script(FakeEngine):
     long_rate      acceptance after long prompts
     first_rate     acceptance of the first draft token
     undrafted_from length of prompts from which answers are not drafted
-    cache          also `unused`: nothing is found; `wrong`: other tokens; `draftless`: hardly anything is accepted
+    cache          also `unused`: nothing is found; `prompts`: no second turn is found; `wrong`: other tokens;
+                   `draftless`: hardly anything is accepted
     split_nats     how much less likely the token at SPLIT is than the target's own choice; 0: it is the choice
     loaded_split   the same in answers with more requests at a time
     repeat_nats    the same for the second answer to a long prompt
@@ -91,6 +94,14 @@ class Script(FakeEngine):
         """The pieces of a text as the server streams them."""
         return pieces
 
+    def as_thought(self, message: Mapping[str, Any]) -> str:
+        """The reasoning before a message as the server streams it."""
+        return ""
+
+    def misses_stop(self, stop: str) -> bool:
+        """Whether an answer goes on after the string at which it must end."""
+        return False
+
     def as_answer(self, path: str, answer: Any) -> Any:
         """The answer to the request of this thread as the server gives it."""
         return answer
@@ -107,6 +118,9 @@ class Script(FakeEngine):
         is_loaded = number == 2 and not is_long
         finds = is_warm and self.cache not in ("off", "unused")
         tokens = list(self.tokens(ids, num_tokens))
+        if self.is_sampled:
+            draw = random.Random(self.sampling_seed)
+            tokens = [token + draw.randrange(3) for token in tokens]
         if (is_warm and self.cache == "wrong") or (is_plain and self.split_nats) or (is_loaded and self.loaded_split):
             tokens[SPLIT] += number if self.is_unsteady else 1
         rate = self.rate if not is_loaded or self.loaded_rate is None else self.loaded_rate
@@ -114,8 +128,25 @@ class Script(FakeEngine):
         rate = 0.05 if finds and self.cache == "draftless" else rate
         is_off = is_plain or (is_loaded and self.off_loaded) or len(ids) >= (self.undrafted_from or math.inf)
         accepted = () if is_off else self.steps(ids, num_tokens, rate)
-        cached = (len(ids) - 1) // self.block * self.block if finds else 0
+        cached = (len(ids) - 1) // self.block * self.block if finds else self.find_turn(ids) if uses_cache else 0
         return self.counted(Text(tuple(tokens), accepted, num_cached=cached))
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the request of this thread samples. A small temperature does not."""
+        sampling = self.body.get("sampling_params", self.body)
+        return bool(sampling.get("temperature", 0) > 0.1 and sampling.get("top_k") != 1)
+
+    @property
+    def sampling_seed(self) -> int:
+        return self.num_answers
+
+    def find_turn(self, ids: Ids) -> int:
+        """Cached tokens of a prompt that goes on from an earlier one."""
+        earlier = [
+            len(item) for item in list(self.num_asked) if LONG <= len(item) < len(ids) and ids[: len(item)] == item
+        ]
+        return 0 if self.cache in ("off", "unused", "prompts") else max(earlier, default=0) // self.block * self.block
 
     def tokens(self, ids: Ids, num_tokens: int) -> Ids:
         draw = random.Random(f"{ids[:64]} {ids[-64:]}")
@@ -166,9 +197,9 @@ class Script(FakeEngine):
     def json_answer(self, ids: Ids, *, is_plain: bool) -> Text:
         is_broken = self.json == "broken" or (self.json == "broken with drafts" and not is_plain)
         text = SOUND_JSON.replace("[", "", 1) if is_broken else SOUND_JSON
-        text = {"free text": "An oak is a tree.", "cut": SOUND_JSON[:20], "thinking": f"Hm.</think>\n{SOUND_JSON}"}.get(
-            self.json, text
-        )
+        others = {"free text": "An oak is a tree.", "cut": SOUND_JSON[:20], "thinking": f"Hm.</think>\n{SOUND_JSON}"}
+        others |= {"goes on": f'{SOUND_JSON}\n{{"name', "marks": f"```json\n{SOUND_JSON}\n```<|im_end|>"}
+        text = others.get(self.json, text)
         accepted = () if is_plain or self.json == "undrafted" else self.steps(ids, 40, self.rate)
         return self.counted(Text(self.tokens(ids, 40), accepted, is_stopped=self.json != "cut", text=text))
 
@@ -215,7 +246,7 @@ class ScriptedClient:
             }
             started = None if script.started_s is None else script.started_s + 100.0 * place
             more |= script.unlike
-            self._scripts.append(Script(**more, started_s=started, num_asked=script.num_asked))
+            self._scripts.append(type(script)(**more, started_s=started, num_asked=script.num_asked))
             self._scripts[-1].counts["tokens"] = self._scripts[-1].counts["drafts"] = 900
         self._draw = random.Random(3)
 
@@ -262,7 +293,9 @@ class ScriptedClient:
         calls = message.get("tool_calls")
         content = message["content"] or ""
         parts = script.as_stream([content[place : place + 9] for place in range(0, len(content), 9)])
-        pieces: list[Any] = [{"role": "assistant"}, *({"content": part} for part in parts)]
+        thought = script.as_thought(message)
+        pieces: list[Any] = [{"role": "assistant"}, *({"reasoning_content": part} for part in thought.split(" "))]
+        pieces += [{"content": part} for part in parts]
         if calls:
             name, arguments = (calls[0]["function"][key] for key in ("name", "arguments"))
             pieces.append({"tool_calls": [{"index": 0, "id": "c1", "function": {"name": name}}]})
@@ -277,7 +310,11 @@ class ScriptedClient:
     def _call(self, script: Script) -> tuple[dict[str, Any], str, int]:
         if script.tools == "refused":
             raise RequestError("answered 400: tools need a parser", id="server-refused", found=400)
-        return script.tool_call()
+        message, reason, count = script.tool_call()
+        content, stop = message.get("content"), (script.body.get("stop") or [None])[0]
+        if content and stop and stop in content and not script.misses_stop(stop):
+            message, reason = message | {"content": content.partition(stop)[0]}, "stop"
+        return message, reason, count
 
 
 def _complete(script: Script, body: Mapping[str, Any]) -> Any:
