@@ -201,12 +201,25 @@ def test_heads_of_one_projection_are_copied_together() -> None:
         assert [*map(id, shared_rows._joined(*heads))] == [*map(id, heads)]
 
 
+@pytest.fixture
+def learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets that choose from the first step on."""
+    monkeypatch.setattr(row_budget, "FIRST_STEPS", 0)
+
+
 def request(likely: tuple[float, ...], **params: Any) -> Request:
     found = Request(index=0, prompt_token_ids=(1,) * 100, params=SamplingParams(**params), output_token_ids=[1])
     found.likely = likely
     return found
 
 
+def test_the_first_steps_verify_whole_blocks() -> None:
+    budget = BestBudget(StepTimes({1: {1: 5, 2: 10, 4: 20, 8: 30}}))
+    chosen = [budget.choose([request((0.01,) * 7)], 8) for _ in range(row_budget.FIRST_STEPS + 1)]
+    assert chosen == [0] * row_budget.FIRST_STEPS + [2]
+
+
+@pytest.mark.usefixtures("learned")
 def test_the_mean_width_has_the_most_expected_tokens_per_millisecond() -> None:
     """Rows of a sure request are worth their time. Rows of a doubtful one are not, and of a new one as the others'."""
     times = StepTimes({1: dict.fromkeys((1, 2, 4, 8), 10.0), 2: {1: 5, 2: 10, 4: 12, 8: 30}})
@@ -220,6 +233,7 @@ def test_the_mean_width_has_the_most_expected_tokens_per_millisecond() -> None:
     assert BestBudget(times).choose([sure, sure], 1) == BestBudget(times).choose([], 8) == 0
 
 
+@pytest.mark.usefixtures("learned")
 def test_a_choice_averages_recent_steps() -> None:
     """Drafts are all right or all wrong, in turn. Each choice by the last step alone would be too narrow or too wide.
 

@@ -8,9 +8,10 @@ without changing sampled text. All positions share one weight, and each position
 
 Labels: an accepted token is 1, the first rejected token of a step is 0, and later tokens are not judged. A refit is one
 Newton step from the sums since the last refit, by a bound of the likelihood's curvature (`draft_odds.py`), so it never
-overshoots. The ridge holds it near the last fit, so a position that is no longer judged keeps its bias. The step is
-damped, so that a few tokens change little: one rejection of a very likely token has a large gradient and little
-curvature. Everything runs on the device, and nothing waits for it.
+overshoots. The ridge holds it near the last fit. The step is damped, so that a few tokens change little: one rejection
+of a very likely token has a large gradient and little curvature. A position that was judged rarely or long ago takes
+the bias of the position before it. A budget that verifies few rows would otherwise never learn that deeper rows are
+worth their time. Everything runs on the device, and nothing waits for it.
 
 Axis letters: R requests, K draft tokens.
 """
@@ -32,8 +33,17 @@ RIDGE = 1.0
 DAMPING = 20.0
 """A step from as many tokens is halved: n tokens take n / (n + DAMPING) of it."""
 
-REFIT_STEPS = 32
-"""Steps from one refit to the next, after the first ones. Each refit is some thirty small launches."""
+NEIGHBOUR_TOKENS = 4.0
+"""The bias of the position before counts as much as so many judged tokens."""
+
+HOPE = 0.5
+"""How much higher the bias of a position that was never judged is than the one before it, so that it is tried."""
+
+REMEMBERED = 0.9
+"""The share of earlier judged tokens that still counts after a refit."""
+
+REFIT_STEPS = 8
+"""Steps from one refit to the next, after the first ones. Each refit is some forty small launches."""
 
 
 def is_refit_due(num_steps: int) -> bool:
@@ -75,6 +85,18 @@ class AcceptanceModel(NamedTuple):
         return AcceptanceModel(weight, self.biases + bias_steps * tokens / (tokens + DAMPING))
 
 
+def with_neighbours(biases: Tensor, num_judged: Tensor) -> Tensor:
+    """Mix each bias [K] with the result of the position before, by its number of judged tokens [K].
+
+    A position without judged tokens gets that result plus HOPE. Tokens take the hope away faster than the result.
+    """
+    own = num_judged / (num_judged + NEIGHBOUR_TOKENS)
+    own[0] = 1
+    place = torch.arange(len(own), device=own.device)
+    shares = torch.where(place > place[:, None], 1 - own, 1).cumprod(1).triu()  # of position i in position k, [i, k]
+    return (own * biases + HOPE * (1 - own) ** 2) @ shares
+
+
 class OnlineAcceptance:
     """The model of an engine: it predicts in every step, and is refitted when `is_refit_due`."""
 
@@ -82,6 +104,7 @@ class OnlineAcceptance:
         self.model = AcceptanceModel.first(num_draft_tokens, device)
         self._kernels = kernels
         self._sums = torch.zeros(NUM_SUMS, num_draft_tokens, dtype=torch.float64, device=device)
+        self._num_judged = torch.zeros(num_draft_tokens, dtype=torch.float64, device=device)
         self._num_steps = 0
 
     def predict(self, confidences: Tensor, max_accepted: Tensor) -> DraftOdds:
@@ -96,6 +119,8 @@ class OnlineAcceptance:
         """Queue a refit if it is due. Its tensors keep their addresses, because captured steps read them."""
         self._num_steps += 1
         if is_refit_due(self._num_steps):
-            for own, fitted in zip(self.model, self.model.stepped(self._sums), strict=True):
-                own.copy_(fitted)
+            fitted = self.model.stepped(self._sums)
+            self._num_judged.mul_(REMEMBERED).add_(self._sums[0])
+            self.model.weight.copy_(fitted.weight)
+            self.model.biases.copy_(with_neighbours(fitted.biases, self._num_judged))
             self._sums.zero_()

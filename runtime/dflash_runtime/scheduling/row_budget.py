@@ -16,6 +16,9 @@ from typing import Protocol
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.width import FIRST_RATE, StepTimes
 
+FIRST_STEPS = 32
+"""The number of first steps that verify whole blocks, so that the predictions of all positions are learned."""
+
 MEMORY_STEPS = 16
 """The number of steps whose expected tokens are averaged."""
 
@@ -96,6 +99,7 @@ class BestBudget:
     def __init__(self, times: StepTimes) -> None:
         self._times = times
         self._recent = RecentTokens()
+        self._num_steps = 0
 
     def candidates(self, batch: int, verify_width: int) -> list[int]:
         """See `RowBudget`."""
@@ -103,7 +107,8 @@ class BestBudget:
 
     def choose(self, requests: Sequence[Request], verify_width: int) -> int:
         """See `RowBudget`."""
-        if not requests or verify_width == 1:
+        self._num_steps += 1
+        if not requests or verify_width == 1 or self._num_steps <= FIRST_STEPS:
             return 0
         batch = len(requests)
         num_context = sum(request.kv_len for request in requests)

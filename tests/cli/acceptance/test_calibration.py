@@ -64,7 +64,7 @@ def test_an_online_prediction_never_uses_its_own_step() -> None:
     """64 steps accept the first token and 64 do not: the last step before a change is predicted as those before it."""
     features, accepted = torch.zeros(128, 1, dtype=torch.float64), (torch.arange(128) < 64).long()
     found = predict_online(features, accepted, torch.ones(128, dtype=torch.int64))[:, 0]
-    assert found.unique_consecutive().tolist() == found[[0, 1, 2, 4, 8, 16, 32, 64, 96]].tolist()
+    assert found.unique_consecutive().tolist() == found[[0, 1, 2, 4, *range(8, 128, 8)]].tolist()
     assert found[0] == 0.5
     assert found[0] < found[1] < found[32] < found[64]
     assert found[96] < found[64]

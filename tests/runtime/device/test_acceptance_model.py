@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.draft_odds import LARGEST_FEATURE, features_of
-from dflash_runtime.device.acceptance_model import DAMPING, RIDGE, AcceptanceModel
+from dflash_kernels.suite import REFERENCE
+from dflash_runtime.device.acceptance_model import (
+    DAMPING,
+    HOPE,
+    NEIGHBOUR_TOKENS,
+    RIDGE,
+    AcceptanceModel,
+    OnlineAcceptance,
+    with_neighbours,
+)
 
 K = 5
 
@@ -90,6 +99,29 @@ def test_a_position_that_is_not_judged_keeps_its_bias() -> None:
     found = model.stepped(model.sums_of(features, accepted.clamp(max=2), verified.clamp(max=2)))
     assert found.biases[2:].tolist() == [2, 3, 4]
     assert (found.biases[:2] != model.biases[:2]).all()
+
+
+def test_a_position_without_judged_tokens_takes_the_bias_of_the_position_before() -> None:
+    """The recursion, position by position, with many tokens, some, few, and none."""
+    biases, num_judged = torch.tensor([0.3, -1.0, 2.0, 0.0, 0.0]).double(), torch.tensor([0.0, 4.0, 1e6, 1, 0]).double()
+    expected = [0.3]
+    for bias, count in list(zip(biases.tolist(), num_judged.tolist(), strict=True))[1:]:
+        own = count / (count + NEIGHBOUR_TOKENS)
+        expected.append(own * bias + (1 - own) * expected[-1] + HOPE * (1 - own) ** 2)
+    assert with_neighbours(biases, num_judged).tolist() == pytest.approx(expected)
+
+
+def test_rows_that_a_budget_leaves_out_are_expected_to_be_accepted_like_the_last_verified_row() -> None:
+    """Blocks of 15 with an acceptance of 0.95 each, confidences that say nothing, and two verified draft tokens."""
+    online = OnlineAcceptance(15, torch.device("cpu"), REFERENCE)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        confidences = 0.1 + 0.8 * torch.rand(16, 15, generator=generator)
+        odds = online.predict(confidences, torch.full((16,), 15))
+        accepted = (torch.rand(16, 15, generator=generator) < 0.95).long().cumprod(1).sum(1)
+        online.observe(odds.features, accepted.clamp(max=2), torch.full((16,), 2))
+        online.count_step()
+    assert odds.likely.mean(0)[2:].min() > 0.9
 
 
 @pytest.mark.parametrize("label", [0, K])
