@@ -89,7 +89,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Regrets:
-    """Texts whose tokens are compared with the target's own choices; see `Runner.regrets`."""
+    """Texts whose tokens are compared with the target's own choices; see `lossless.find_regrets`."""
 
     texts: tuple[Text, ...]
 

@@ -209,7 +209,7 @@ def test_collecting_an_engine_does_not_break_a_capture() -> None:
     forgotten = [gpu_llm("tiny", "float32", num_pages=400)]
     forgotten[0].generate(bundled_prompts()[:2], GREEDY)
     llm = gpu_llm("tiny", "float32", num_pages=400)
-    runner, attend = llm.engine.runner, llm.engine.runner._attend_target
+    verifier, attend = llm.engine.runner.verifier, llm.engine.runner.verifier.attend
 
     def collecting(*inputs: Any) -> Any:
         if torch.cuda.is_current_stream_capturing() and forgotten:
@@ -220,7 +220,7 @@ def test_collecting_an_engine_does_not_break_a_capture() -> None:
                 gc.collect()
         return attend(*inputs)
 
-    runner._attend_target = collecting  # type: ignore[assignment]
+    verifier.attend = collecting  # type: ignore[method-assign]
     (output,) = llm.generate(bundled_prompts()[:1], GREEDY)
     assert not forgotten
     assert output.error is None

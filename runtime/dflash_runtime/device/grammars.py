@@ -64,7 +64,7 @@ class Grammars:
 
     def masks_of(self, requests: Sequence[Request], num_rows: int) -> TokenMasks | None:
         """The masks of a step of these requests, padded to `num_rows`. None if none of them has a grammar."""
-        if not self.are_of(requests):
+        if not (self.is_used and self.are_of(requests)):
             return None
         self._matchers = {request: item for request, item in self._matchers.items() if request.row is not None}
         matchers = [self._matcher_of(request) for request in requests]

@@ -8,7 +8,7 @@ and their results have the old generation number.
 Axis letters: B rows of the state, R rows in a step, P pages, S stop ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from struct import pack, unpack
 
@@ -131,6 +131,11 @@ def row_of(request: Request) -> int:
     """The row of the device state that a request holds."""
     assert request.row is not None
     return request.row
+
+
+def rows_of(requests: Iterable[Request]) -> list[int]:
+    """The rows of the device state that requests hold."""
+    return [row_of(request) for request in requests]
 
 
 class Uploader:
