@@ -34,7 +34,7 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.candidates import candidates_for
 from dflash_cli.tuning.step_costs import read_step_costs
 from dflash_kernels.suite import triton_kernels
-from dflash_runtime import llm
+from dflash_runtime import engine_setup
 from dflash_runtime.device import acceptance_model
 from dflash_runtime.scheduling import width
 from dflash_runtime.scheduling.row_budget import BestBudget
@@ -357,7 +357,7 @@ def test_a_row_budget_is_timed_beside_whole_blocks(
     """Step times are stated: a CPU measures none. A perfect feature gives rows to the request that needs them."""
     times = width.StepTimes({2: {1: 6.0, 2: 8.0, 4: 12.0, 8: 20.0}})
     monkeypatch.setattr(
-        llm, "find_row_budget", lambda pair, runner: BestBudget(times) if pair.config.row_budget else None
+        engine_setup, "find_row_budget", lambda pair, runner: BestBudget(times) if pair.config.row_budget else None
     )
     monkeypatch.setattr(row_budget, "WARM_STEPS", 12)
     monkeypatch.setattr(row_budget, "FEATURES", ("perfect", "uninformative"))
