@@ -237,6 +237,19 @@ def test_a_grammar_without_tokens_for_it_ends_the_request() -> None:
     assert outputs[1].token_ids == (0, 1, 5)
 
 
+def test_a_runner_keeps_few_parsed_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request has a grammar of its own, and all are parsed before the first one starts."""
+    monkeypatch.setattr("dflash_runtime.device.grammars.MOST_PARSED", 2)
+    llm = with_tokenizer(random_llm(letter_target(), plain_draft(), 3, max_num_requests=2), LETTERS)
+    params = [
+        SamplingParams(max_new_tokens=4, stop_token_ids=(5,), grammar=Grammar("regex", f"{text}e")) for text in "abcd"
+    ]
+    outputs = llm.generate([[1, 2, 3]] * 4, params)
+    assert [output.token_ids for output in outputs] == [(letter, 4, 5) for letter in range(4)]
+    assert len(llm.engine.runner.grammars._parsed) == 2
+    assert llm.check_lossless(outputs[:1], params[0]).is_lossless
+
+
 def test_a_target_without_a_tokenizer_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = bundled_llm(None, 0)
     assert llm.generate(PROMPTS[:1], PARAMS)[0].error_id == "grammar-without-tokenizer"

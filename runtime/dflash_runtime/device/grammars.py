@@ -20,6 +20,9 @@ from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.grammar import Grammar
 from dflash_runtime.scheduling.request import Request, SamplingParams
 
+MOST_PARSED = 64
+"""The most grammars that stay parsed. A request with an older grammar parses it again when it starts."""
+
 
 class Grammars:
     """The grammars of one runner. A runner without such requests does nothing but ask `is_used`.
@@ -45,8 +48,7 @@ class Grammars:
         if params.grammar is None:
             return
         check_grammar(params)
-        if params.grammar not in self._parsed:
-            self._parsed[params.grammar] = self._parser_tokenizer.parse(params.grammar)
+        self._parse(params.grammar)
 
     @property
     def is_used(self) -> bool:
@@ -89,7 +91,15 @@ class Grammars:
 
     def _new_matcher(self, params: SamplingParams) -> Matcher:
         assert params.grammar is not None
-        return Matcher(self._parser_tokenizer, self._parsed[params.grammar], params.effective_stops)
+        return Matcher(self._parser_tokenizer, self._parse(params.grammar), params.effective_stops)
+
+    def _parse(self, grammar: Grammar) -> Any:
+        """llguidance's matcher of a grammar, which becomes the last to be forgotten."""
+        known = self._parsed.pop(grammar, None)
+        self._parsed[grammar] = self._parser_tokenizer.parse(grammar) if known is None else known
+        if len(self._parsed) > MOST_PARSED:
+            del self._parsed[next(iter(self._parsed))]
+        return self._parsed[grammar]
 
     @cached_property
     def _parser_tokenizer(self) -> ParserTokenizer:
