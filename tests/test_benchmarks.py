@@ -38,10 +38,21 @@ from dflash_runtime import engine_setup
 from dflash_runtime.device import acceptance_model
 from dflash_runtime.scheduling import width
 from dflash_runtime.scheduling.row_budget import BestBudget
-from timing import accounting, draft_kinds, engine_arms, forced_kinds, gauges, pair_files, pairs, plan, report
+from timing import (
+    accounting,
+    draft_kinds,
+    engine_arms,
+    forced_kinds,
+    gauges,
+    pair_files,
+    pairs,
+    plan,
+    report,
+    shape_configs,
+)
 from timing.floors import Rates
 from timing.gauges import Gauges, Readings, Span
-from timing.pairs import BLOCK, SHAPES
+from timing.shapes import BLOCK, SHAPES
 from timing.step_kinds import SeenStep, StepKinds
 
 SMALL = ["--shape", "small", "--device", "cpu"]
@@ -409,7 +420,7 @@ def test_forced_confidences_belong_to_the_forced_outcome() -> None:
 
 
 def test_each_kind_drafts_as_many_tokens() -> None:
-    base = pairs.model_configs(SHAPES["small"])[1]
+    base = shape_configs.model_configs(SHAPES["small"])[1]
     configs = [draft_kinds.kind_config(base, kind, 8) for kind in draft_kinds.KINDS]
     assert {config.num_draft_tokens for config in configs} == {7}
     assert [config.block_size for config in configs] == [7 if config.sample_from_anchor else 8 for config in configs]

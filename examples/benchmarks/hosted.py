@@ -47,9 +47,10 @@ from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request import SamplingParams
 from experts import make
+from timing.arguments import counts, open_device, run_dtype
 from timing.engine_arms import wait
-from timing.pairs import BLOCK, counts, open_device, run_dtype
 from timing.report import release, say, table
+from timing.shapes import BLOCK
 
 MAX_LEN = 1024
 Row = list[object]

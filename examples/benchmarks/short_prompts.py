@@ -19,9 +19,11 @@ import torch
 
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request, SamplingParams
+from timing.arguments import counts, open_device
 from timing.engine_arms import PAGE_SIZE, engine_pair, wait
-from timing.pairs import BLOCK, SHAPES, RandomPair, build_pair, counts, open_device, random_prompt
+from timing.pairs import RandomPair, build_pair, random_prompt
 from timing.report import Recorder, release, say, table
+from timing.shapes import BLOCK, SHAPES
 
 WAYS = ("launched", "captured")
 STEPS_APART = 2

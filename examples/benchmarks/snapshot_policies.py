@@ -34,9 +34,10 @@ from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.request import Request, SamplingParams
 from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_runtime.scheduling.snapshots import Lookup, Policy, SnapshotIndex, branches_and_ends
+from timing.arguments import counts
 from timing.engine_arms import PAGE_SIZE
-from timing.pairs import BLOCK, counts
 from timing.report import Recorder, say, table
+from timing.shapes import BLOCK
 
 VOCAB = 151_936
 Tokens = tuple[int, ...]

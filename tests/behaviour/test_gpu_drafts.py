@@ -12,7 +12,8 @@ from dflash_testing.gpu import detecting_syncs
 from dflash_testing.pairs import random_prompts
 from timing.draft_kinds import KINDS, add_kinds, with_kind
 from timing.engine_arms import engine_pair
-from timing.pairs import SHAPES, RandomPair, build_pair
+from timing.pairs import RandomPair, build_pair
+from timing.shapes import SHAPES
 
 pytestmark = pytest.mark.gpu
 

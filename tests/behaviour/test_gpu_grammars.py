@@ -13,7 +13,8 @@ from dflash_testing.grammars import LetterTokenizer, with_tokenizer
 from dflash_testing.pairs import random_prompts
 from timing.draft_kinds import KINDS, add_kinds, with_kind
 from timing.engine_arms import engine_pair
-from timing.pairs import SHAPES, build_pair
+from timing.pairs import build_pair
+from timing.shapes import SHAPES
 
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.gpu

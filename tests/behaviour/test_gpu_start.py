@@ -220,7 +220,7 @@ def test_collecting_an_engine_does_not_break_a_capture() -> None:
                 gc.collect()
         return attend(*inputs)
 
-    verifier.attend = collecting  # type: ignore[method-assign]
+    verifier.attend = collecting  # type: ignore[assignment]
     (output,) = llm.generate(bundled_prompts()[:1], GREEDY)
     assert not forgotten
     assert output.error is None

@@ -17,7 +17,8 @@ from dflash_runtime.warm_up import step_modes
 from timing.accounting import StepAccount, profile_steps
 from timing.forced import force_acceptance
 from timing.gauges import Span
-from timing.pairs import BLOCK, RandomPair, Shape, random_prompt
+from timing.pairs import RandomPair, random_prompt
+from timing.shapes import BLOCK, Shape
 
 WARM_STEPS = 8
 PROFILED_STEPS = 10
