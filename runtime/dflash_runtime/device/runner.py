@@ -76,14 +76,7 @@ class Runner:
         # The last row is the padding row of graphs. No request gets it.
         self.state = DeviceState.empty(self.limits.max_num_requests + 1, max_pages, self.kernels, self.device)
         self._upload = Uploader(self.device)
-        recurrence, block_rows = self.target.config.recurrence, self.limits.num_lookahead_tokens
-        num_texts = self.limits.max_num_requests + 1
-        self.states = None
-        if recurrence is not None:
-            self.states = RecurrentStates(
-                recurrence, num_texts, block_rows, pair.placement, num_snapshots, page_size,
-                pair.config.most_exact_requests,
-            )  # fmt: skip
+        self.states = _recurrent_states(pair, num_snapshots)
         self._layout = PromptLayout(
             self.target.config, self.kernels, self.target_kv, self.state, self._upload, self.limits.max_model_len,
             self.states,
@@ -293,6 +286,17 @@ class Runner:
                 self.texts.put(request, state, self._upload.ints(request.prompt_token_ids[:1]), handoff.kv_len)
             row = row_of(request)
             self.state.seeds[row : row + 1].fill_(request.seed)  # assigning to one element would wait for the device
+
+
+def _recurrent_states(pair: LoadedPair, num_snapshots: int) -> RecurrentStates | None:
+    """The states of the target's recurrent layers, with one for the padding row. None without such layers."""
+    recurrence, limits, config = pair.target.config.recurrence, pair.limits, pair.config
+    if recurrence is None:
+        return None
+    return RecurrentStates(
+        recurrence, limits.max_num_requests + 1, limits.num_lookahead_tokens, pair.placement, num_snapshots,
+        config.page_size, config.most_exact_requests,
+    )  # fmt: skip
 
 
 def _mode_of(batch: Batch) -> StepMode:
