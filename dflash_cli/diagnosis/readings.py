@@ -51,7 +51,7 @@ from dflash_cli.diagnosis.weight_rewrites import Spot
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UsageError
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 if TYPE_CHECKING:
     from dflash_cli.diagnosis.further_training import Trainable

@@ -30,7 +30,8 @@ import torch
 
 from dflash_cli.terminal.console import Meter
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from timing.arguments import add_shape_options, open_device, shape_of
 from timing.engine_arms import engine_pair, wait, why_not_adaptive
 from timing.gauges import Gauges

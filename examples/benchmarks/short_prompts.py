@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from timing.arguments import counts, open_device
 from timing.engine_arms import PAGE_SIZE, engine_pair, wait
 from timing.pairs import RandomPair, build_pair, random_prompt

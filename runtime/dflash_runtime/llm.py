@@ -32,7 +32,9 @@ from dflash_runtime.rank_messages import Message, RankRequest, Regrets, Run, Tex
 from dflash_runtime.rank_processes import RankProcesses
 from dflash_runtime.ranks.rank_group import ALONE
 from dflash_runtime.scheduling.limits import Limits
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_runtime.warm_up import warm_up
 

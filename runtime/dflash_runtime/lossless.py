@@ -20,7 +20,8 @@ from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.drafts.token_masks import TokenMasks
 from dflash_runtime.models.placement import as_current
 from dflash_runtime.models.target import Target
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 TOLERANCE_NATS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.2}
 """The largest regret that rounding explains, by the dtype of the run."""

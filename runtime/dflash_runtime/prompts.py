@@ -7,7 +7,9 @@ from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 from dflash_runtime.models.target_shares import OPTION
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams, check_ids
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams, check_ids
 from dflash_runtime.transfers import HandoffPlan
 
 Prompt = str | Sequence[int]

@@ -9,7 +9,8 @@ from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_runtime.draft_config import SelectorConfig
 from dflash_runtime.errors import InvalidConfig, UnsupportedError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import DFLASH2, random_draft, random_llm, random_prompts, random_target
 from dflash_testing.refusals import refuses
 from dflash_testing.widths import ListedWidths

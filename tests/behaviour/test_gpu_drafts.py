@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.gpu import detecting_syncs
 from dflash_testing.pairs import random_prompts
 from timing.draft_kinds import KINDS, add_kinds, with_kind

@@ -8,7 +8,7 @@ import torch
 
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.grammar import Grammar
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.grammars import LetterTokenizer, with_tokenizer
 from dflash_testing.pairs import random_prompts
 from timing.draft_kinds import KINDS, add_kinds, with_kind

@@ -18,7 +18,8 @@ from dflash_runtime.errors import DFlashError, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.grammar import Grammar
-from dflash_runtime.scheduling.request import FinishReason, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.chi_square import chi_square, chi_square_quantile
 from dflash_testing.grammars import JSON, SCHEMA, LetterTokenizer, allowed_ids, matcher, with_tokenizer
 from dflash_testing.pairs import (

@@ -13,7 +13,9 @@ from dflash_runtime.engine_setup import find_width_policy
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance, count_widths
 from dflash_runtime.models.layers import Attend
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.width import AdaptiveWidth, FixedWidth, StepTimes, widths_for
 from dflash_testing.hybrid_pair import hybrid_llm, hybrid_prompts
 from dflash_testing.pairs import (

@@ -16,7 +16,7 @@ from dflash_cli.acceptance.intervals.resampling import linear_bounds, resampled_
 from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
 from dflash_runtime.notices import Notice
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.intervals.resampling import Floats

@@ -12,7 +12,8 @@ import torch
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.settings import rows_of_a_step
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.warm_up import step_modes
 from timing.accounting import StepAccount, profile_steps
 from timing.forced import force_acceptance

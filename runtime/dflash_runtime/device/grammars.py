@@ -18,7 +18,8 @@ from dflash_runtime.drafts.token_masks import Matcher, ParserTokenizer, TokenMas
 from dflash_runtime.errors import RequestError, UnsupportedError
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.grammar import Grammar
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 MOST_PARSED = 64
 """The most grammars that stay parsed. A request with an older grammar parses it again when it starts."""

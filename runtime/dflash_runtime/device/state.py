@@ -19,7 +19,8 @@ from dflash_kernels.row_changes import NUM_CHANGE_FIELDS, HeldRows
 from dflash_kernels.step_rows import RowState
 from dflash_kernels.suite import Kernels
 from dflash_runtime.scheduling.batch import PageAddition
-from dflash_runtime.scheduling.request import MAX_STOP_IDS, Request
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import MAX_STOP_IDS
 
 _NO_FIELDS = [0] * (NUM_CHANGE_FIELDS - 5 + MAX_STOP_IDS)
 
