@@ -210,11 +210,6 @@ def _intervals(units: "Floats", *, confidence: float, num_resamples: int, seed: 
     return [Interval(float(low), float(high), confidence) for low, high in bounds]
 
 
-def count_steps(outputs: Sequence[RequestOutput]) -> StepCounts:
-    """Return the committed tokens and the number of verify steps of each request."""
-    return [(sum(output.acceptance_lengths), len(output.acceptance_lengths)) for output in outputs]
-
-
 def pooled_acceptance_len(counts: StepCounts) -> float:
     """Return tokens per step over all requests, or 1 (no accepted token) without any step."""
     num_steps = sum(steps for _, steps in counts)
