@@ -209,7 +209,7 @@ class Searcher:
     def _chosen(
         self, screened: Sequence[ReadingResult], own: Score, base: StepCounts
     ) -> tuple[ReadingResult | None, list[ReadingResult]]:
-        """The reading to test on new prompts, if one gains enough, and the readings whose steps were counted."""
+        """The reading to test on new prompts, None if no reading gains enough, and the readings with counted steps."""
         counted = [self._counted(item, base) for item in screened[:MAX_RUN] if item.score.loss < own.loss]
         best = usual_value(find_best(counted), counted, own, self._readings)
         if best is not None:

@@ -7,7 +7,7 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Sizes of the recurrent layers of a target, of which every `attention_every`-th attends."""
+    """Sizes of the recurrent layers of a target. Every `attention_every`-th layer attends instead."""
 
     key_heads: int
     value_heads: int

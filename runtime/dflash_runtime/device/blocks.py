@@ -30,7 +30,7 @@ class Sampling:
 
     @classmethod
     def of(cls, state: DeviceState, rows: Tensor, mode: StepMode, masks: TokenMasks | None) -> "Sampling":
-        """The parameters of state rows [R]. A greedy step reads none of them, so it gets those of any rows."""
+        """The parameters of state rows [R]. A greedy step reads no parameters: it gets the first R rows."""
         chosen = slice(len(rows)) if mode.is_greedy else rows
         return cls(
             state.temperatures[chosen], state.top_ks[chosen], state.top_ps[chosen], state.seeds[chosen], mode, masks

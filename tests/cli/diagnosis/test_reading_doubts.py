@@ -1,4 +1,4 @@
-"""What casts doubt on the best reading, and what is taken together with it. No model runs."""
+"""Doubts about the best reading, and readings that are taken together with it. No model runs."""
 
 from dataclasses import replace
 from types import SimpleNamespace
