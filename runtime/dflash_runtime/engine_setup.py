@@ -113,7 +113,7 @@ def open_store(
 ) -> tuple[PrefixStore | None, Notice | None]:
     """The store that keeps prompts between runs, or None without one, and a warning if it cannot be used.
 
-    It needs the prefix cache. It has no states, so a target with recurrent layers could not continue from its pages.
+    It needs the prefix cache. It keeps KV only, and a target with recurrent layers would need its states too.
 
     Raises:
         UsageError: the path of the store is a file.

@@ -59,7 +59,7 @@ def test_noise_in_a_table_is_named_if_its_head_harms(harmful: str, rule: str) ->
 
 
 def test_a_finding_on_the_same_tensor_comes_before_a_reading() -> None:
-    """A finding on another tensor does not, and without low acceptance a remark is no cause."""
+    """A finding on another tensor comes after it. A remark is a cause only if acceptance is low."""
     spots = frozenset({("mlp.down_proj", 1)})
     search = ReadingSearch(16, 1000, 3.1, (result(3.1, 5.2, 1.5, "weights", touches=spots, is_scale=True),), 60)
     for place, rule in (("layers.1.mlp.down_proj.weight", "N34"), ("layers.0.mlp.down_proj.weight", None)):

@@ -18,7 +18,7 @@ from dflash_testing.searches import result
 
 
 def case_of(best: ReadingResult, losses: dict[str, float], *screened: ReadingResult) -> ReadingCase:
-    """The doubts about a reading. `losses` are those of readings by name; 4.0 as configured."""
+    """The doubts about a reading. `losses` has the loss of each reading by name. The config as it is has 4.0."""
 
     def score(reading: AlternativeReading, _: bool) -> Score:
         changed = [field for field in ("mask_token_id", "rms_norm_eps") if getattr(reading.config, field) != getattr(
@@ -114,7 +114,7 @@ def test_an_offset_of_more_norms_is_the_same_cause() -> None:
 
 
 def test_contested_parts_of_a_reading() -> None:
-    """Norms are also scaled together; a norm folded into matrices may have been scaled; fc has no scale."""
+    """Norms are also scaled together. A norm folded into matrices may have been scaled. Scaling fc is not tried."""
     config = bundled_draft().config
 
     def parts(*names: str, **changes: Any) -> list[tuple[str, ...]]:
