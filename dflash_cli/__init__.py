@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from dflash_cli.commands.validate_handoff import validate_handoff as validate_handoff
     from dflash_runtime.device.loading import load_pair as load_pair
     from dflash_runtime.llm import LLM as LLM
-    from dflash_runtime.scheduling.request import SamplingParams as SamplingParams
+    from dflash_runtime.scheduling.sampling_params import SamplingParams as SamplingParams
 
 _VERBS = {
     "bench": ("bench", "BenchRequest"),
@@ -85,7 +85,7 @@ _VERBS = {
 
 _HOMES = {
     "LLM": "dflash_runtime.llm",
-    "SamplingParams": "dflash_runtime.scheduling.request",
+    "SamplingParams": "dflash_runtime.scheduling.sampling_params",
     "load_pair": "dflash_runtime.device.loading",
     "open_draft": "dflash_cli.api",
     "open_target": "dflash_cli.api",

@@ -11,7 +11,7 @@ from dflash_cli.checkpoints.references import Role, fetch_directory
 from dflash_cli.generation.tokenizer import StreamDecoder, Tokenizer
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
 from dflash_runtime.models.layers import Attend, PagedKV
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 PROMPT = """class Box:
     def __init__(self, width, height):

@@ -19,7 +19,7 @@ from dflash_testing.graphs import with_stand_ins
 from dflash_testing.pairs import random_draft, random_llm, random_target
 from timing import accounting, engine_arms, forced, report
 from timing.floors import Rates, StepFloor, least_ms
-from timing.pairs import BLOCK, SHAPES
+from timing.shapes import BLOCK, SHAPES
 
 RATES = Rates(bandwidth=4.3e12, operations=790e12, origin="stated")
 

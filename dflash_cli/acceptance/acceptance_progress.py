@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from dflash_cli.acceptance.intervals.statistics import pooled_acceptance_len, running_interval
 from dflash_cli.generation.answers import Answer, Event
 from dflash_cli.generation.token_meter import TokenMeter
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 
 class RunningAcceptance:

@@ -11,7 +11,7 @@ from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.run_facts import PairRun
 from dflash_runtime.documents import copy_fields, to_json
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.measure import EvaluationPlan

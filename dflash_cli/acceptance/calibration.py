@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal.shown import Table
 from dflash_runtime.metrics import COUNT
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 if TYPE_CHECKING:
     import numpy as np

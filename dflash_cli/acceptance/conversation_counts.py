@@ -14,7 +14,7 @@ from dflash_runtime.json_values import is_number
 if TYPE_CHECKING:
     from dflash_cli.acceptance.journal import JournalRow
     from dflash_cli.generation.answers import Answer
-    from dflash_runtime.scheduling.request import RequestOutput
+    from dflash_runtime.scheduling.request_output import RequestOutput
 
 AT_LEAST_0 = Limits(least=0)
 COUNTED = ("num_tokens", "num_steps", "num_far_tokens", "num_far_steps")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from dflash_cli.terminal.shown import Table
 from dflash_runtime.metrics import COUNT
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 TITLE = "confidence of the draft"
 

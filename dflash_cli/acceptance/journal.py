@@ -29,7 +29,7 @@ from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import UsageError
 from dflash_runtime.json_values import is_int
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from dflash_cli.generation.run_facts import EvaluationRun
 from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.phrases import plural
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Annotated
 from dflash_cli.generation.outputs import visible
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.documents import Limits, computed_key
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 MOST = 20
 """Number of rejected tokens kept in a result."""

@@ -47,7 +47,8 @@ from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.limits import resolve_num_drafts
-from dflash_runtime.scheduling.request import DraftStep, RequestOutput, confidences_of
+from dflash_runtime.scheduling.request import DraftStep
+from dflash_runtime.scheduling.request_output import RequestOutput, confidences_of
 
 GROUP_BYTES = 1 << 30
 """Limit of hidden states and context KV held in memory at one time."""

@@ -47,8 +47,37 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
     from huggingface_hub import errors
 
     limit_answers()
+    answers = _answers(revision)
+    connection_errors = _library_errors("HTTPError")
+    misread: tuple[type[Exception], ...] = (NotFromAHub, JSONDecodeError, *MISREAD, *_library_errors("InvalidURL"))
+    try:
+        yield
+    except tuple(answers) as error:
+        id, text, hint = next(answer for kind, answer in answers.items() if isinstance(error, kind))
+        raise CheckpointNotFound(text, id=id, path=repo, found=revision, hint=hint) from error
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
+        if isinstance(error.__cause__, errors.HfHubHTTPError):
+            raise _refusal(repo, error.__cause__) from error
+        raise HubUnreachable(
+            "not in the local cache, and the hub cannot be reached", id="not-cached", path=repo, hint=how_to_connect()
+        ) from error
+    except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
+        raise _refusal(repo, error) from error
+    except misread as error:
+        raise HubUnreachable(
+            "the answer is not from a hub", id="not-a-hub", path=repo,
+            hint="a network may ask for a login in a browser; otherwise check HF_ENDPOINT and the proxy",
+        ) from error  # fmt: skip
+    except connection_errors as error:
+        raise _unreachable(repo, error) from error
+
+
+def _answers(revision: str | None) -> dict[type[Exception], tuple[str, str, str]]:
+    """Error of huggingface_hub about a repository -> our id, text and hint."""
+    from huggingface_hub import errors
+
     terms = "accept its terms on the hub, then"
-    answers: dict[type[Exception], tuple[str, str, str | None]] = {
+    return {
         errors.GatedRepoError: (
             "hub-gated",
             "access is gated",
@@ -72,28 +101,6 @@ def explained(repo: str, revision: str | None = None) -> Iterator[None]:
             "pass a directory, org/repo, or org/repo@revision",
         ),
     }
-    connection_errors = _library_errors("HTTPError")
-    misread: tuple[type[Exception], ...] = (NotFromAHub, JSONDecodeError, *MISREAD, *_library_errors("InvalidURL"))
-    try:
-        yield
-    except tuple(answers) as error:
-        id, text, hint = next(answer for kind, answer in answers.items() if isinstance(error, kind))
-        raise CheckpointNotFound(text, id=id, path=repo, found=revision, hint=hint) from error
-    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
-        if isinstance(error.__cause__, errors.HfHubHTTPError):
-            raise _refusal(repo, error.__cause__) from error
-        raise HubUnreachable(
-            "not in the local cache, and the hub cannot be reached", id="not-cached", path=repo, hint=how_to_connect()
-        ) from error
-    except (errors.EntryNotFoundError, errors.HfHubHTTPError) as error:
-        raise _refusal(repo, error) from error
-    except misread as error:
-        raise HubUnreachable(
-            "the answer is not from a hub", id="not-a-hub", path=repo,
-            hint="a network may ask for a login in a browser; otherwise check HF_ENDPOINT and the proxy",
-        ) from error  # fmt: skip
-    except connection_errors as error:
-        raise _unreachable(repo, error) from error
 
 
 def _unreachable(repo: str, error: Exception) -> HubUnreachable:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dflash_cli.generation.prompts import PromptRow
     from dflash_cli.handoff.handing import Handing
     from dflash_runtime.lossless import Lossless
-    from dflash_runtime.scheduling.request import SamplingParams
+    from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 SHOWN_FAILURES = 20
 

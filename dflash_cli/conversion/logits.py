@@ -54,7 +54,7 @@ def verify_logits(
 
     borrowed = _borrow(source.config, target)
     with torch.inference_mode():
-        one, other = (_Block.after(item, borrowed, _features(item.config)) for item in (source, result))
+        one, other = (DraftBlock.after(item, borrowed, _features(item.config)) for item in (source, result))
         columns = torch.full((source.config.vocab_size,), -1)
         columns[other.target_ids] = torch.arange(len(other.target_ids))
         columns = columns[one.target_ids]
@@ -77,26 +77,15 @@ def verify_logits(
     return found
 
 
-def draft_logits(
-    draft: DraftCheckpoint, borrowed: Any, features: "Tensor", anchor_id: int = 0
-) -> "tuple[Tensor, Tensor]":
-    """Logits [K, V] of one block after a context of features [T, F], and the target's token id of each column [V].
-
-    `borrowed` has the target's `embedding` and `head`.
-    """
-    block = _Block.after(draft, borrowed, features, anchor_id)
-    return block.logits(), block.target_ids
-
-
 @dataclass(frozen=True, slots=True)
-class _Block:
+class DraftBlock:
     """A loaded draft, and the ids [1, N], positions [1, N] and attention of one block."""
 
     model: Any
     inputs: "tuple[Tensor, Tensor, Any]"
 
     @classmethod
-    def after(cls, draft: DraftCheckpoint, borrowed: Any, features: "Tensor", anchor_id: int = 0) -> "_Block":
+    def after(cls, draft: DraftCheckpoint, borrowed: Any, features: "Tensor", anchor_id: int = 0) -> "DraftBlock":
         """Load a draft, and give it a block after a context of features [T, F]."""
         import torch
 

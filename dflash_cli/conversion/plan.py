@@ -97,12 +97,8 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
     if word_of(draft.format) == word_of(result):
         config_json = result.with_unread(config_json, draft.checkpoint.config)
     reader_warnings += _lost_keys(draft, config_json, result, allow_lossy=spec.allow_lossy)
-    if result.one_file and spec.tokenizer is None and draft.format.one_file:
-        spec = replace(spec, tokenizer=draft.checkpoint.config_path)
-    if result.one_file and spec.tokenizer is None:
-        text = "the result lacks a tokenizer, and its readers need one: --tokenizer copies the target's"
-        reader_warnings.append(Notice(text, id="no-tokenizer"))
-    warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *map_warnings, *reader_warnings]
+    spec, tokenizer_warnings = _with_tokenizer(spec, draft, result)
+    warnings = [*file_warnings, *tensor_warnings, *config_warnings, *tap_warnings, *map_warnings]
     return ConversionPlan(
         draft=draft,
         spec=spec,
@@ -112,8 +108,20 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         files={result.one_file: tuple(tensors)} if result.one_file else assign_files(tensors, spec.max_shard_bytes),
         dropped=tuple(dropped),
         side_files=side_files,
-        warnings=(*draft.parsed.notes, *warnings),
+        warnings=(*draft.parsed.notes, *warnings, *reader_warnings, *tokenizer_warnings),
     )
+
+
+def _with_tokenizer(
+    spec: ConversionSpec, draft: DraftCheckpoint, result: Format
+) -> tuple[ConversionSpec, tuple[Notice, ...]]:
+    """The spec with the tokenizer of a source that is one file, and a warning if a result of one file lacks any."""
+    if not result.one_file or spec.tokenizer is not None:
+        return spec, ()
+    if draft.format.one_file:
+        return replace(spec, tokenizer=draft.checkpoint.config_path), ()
+    text = "the result lacks a tokenizer, and its readers need one: --tokenizer copies the target's"
+    return spec, (Notice(text, id="no-tokenizer"),)
 
 
 def _refuse_unquantisable(result: Format) -> None:

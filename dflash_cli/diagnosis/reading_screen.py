@@ -21,7 +21,7 @@ from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.text_pages import Anchor, Foretold, TextPages, read_features
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.models.weights import Weights
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 LOSS_DECAY = 4.0
 """Positions over which the weight of a drafted token falls to 1/e. Source: arXiv 2602.06036."""

@@ -51,7 +51,7 @@ from dflash_cli.diagnosis.weight_rewrites import Spot
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UsageError
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 if TYPE_CHECKING:
     from dflash_cli.diagnosis.further_training import Trainable
@@ -180,25 +180,14 @@ class Searcher:
         self._screen = runner.screen(outputs, self._taps())
         base = self._screen.walk(runner.build(self._own))
         self._base_scores: dict[int, Score] = {}
-        own = self._own_score(MANY_ANCHORS)
-        screened = self._screened(pooled_acceptance_len(base))
-        counted = [self._counted(item, base) for item in screened[:MAX_RUN] if item.score.loss < own.loss]
-        best = usual_value(find_best(counted), counted, own, self._readings)
+        own, length = self._own_score(MANY_ANCHORS), pooled_acceptance_len(base)
+        screened = self._screened(length)
+        best, counted = self._chosen(screened, own, base)
         if best is not None:
-            best = self._composed(self._contested(self._refined(best, base), base), screened, own, base)
-        longer = longer_block(screened, own, self._own.config) if best is None else None
-        longer = self._counted(longer, base) if longer is not None else None
-        if longer is not None and longer.matters:
-            best, counted = longer, [longer]
-        if best is not None:
-            equal = [item.reading for item in screened if abs(item.score.loss - best.score.loss) < SAME_LOSS]
-            equal = [name for name in equal if name not in {best.reading, *best.alternative.equal}][:MAX_EQUAL]
-            equal = [*best.alternative.equal, *equal]
-            best = replace(best, doubt=self._case(best, screened, own).doubt(), equal=tuple(equal))
+            best = self._doubted(best, screened, own)
             new = self._new_texts(outputs, best.alternative, is_given=is_given)
             tested = self._tested(best, *new) if new is not None else best
             counted = [tested, *(item for item in counted if item.alternative is not best.alternative)]
-        length = pooled_acceptance_len(base)
         seen = {id(item.alternative) for item in counted}
         rest = [self._estimated(item, length) for item in screened if id(item.alternative) not in seen]
         return ReadingSearch(
@@ -216,6 +205,25 @@ class Searcher:
             warnings=runner.warnings,
             harmful=self._harmful,
         )
+
+    def _chosen(
+        self, screened: Sequence[ReadingResult], own: Score, base: StepCounts
+    ) -> tuple[ReadingResult | None, list[ReadingResult]]:
+        """The reading to test on new prompts, None if no reading gains enough, and the readings with counted steps."""
+        counted = [self._counted(item, base) for item in screened[:MAX_RUN] if item.score.loss < own.loss]
+        best = usual_value(find_best(counted), counted, own, self._readings)
+        if best is not None:
+            return self._composed(self._contested(self._refined(best, base), base), screened, own, base), counted
+        longer = longer_block(screened, own, self._own.config)
+        longer = self._counted(longer, base) if longer is not None else None
+        return (longer, [longer]) if longer is not None and longer.matters else (None, counted)
+
+    def _doubted(self, best: ReadingResult, screened: Sequence[ReadingResult], own: Score) -> ReadingResult:
+        """The best reading with its doubt, and with the names of readings that have the same loss."""
+        equal = [item.reading for item in screened if abs(item.score.loss - best.score.loss) < SAME_LOSS]
+        equal = [name for name in equal if name not in {best.reading, *best.alternative.equal}][:MAX_EQUAL]
+        doubt = self._case(best, screened, own).doubt()
+        return replace(best, doubt=doubt, equal=(*best.alternative.equal, *equal))
 
     def _taps(self) -> set[int]:
         return {tap for item in (self._own, *self._readings) for tap in item.config.target_layer_ids}

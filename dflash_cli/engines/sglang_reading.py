@@ -67,15 +67,7 @@ def read_native(subject: Subject) -> EngineReading | None:
     block = _optional("block_size", stated)
     mask, taps = _mask(stated), _taps(stated, depth, found, subject)
     num_taps = len(taps)
-    sinks, scale = nested.get("attention_sink_bias", False), nested.get("attention_value_scale")
-    if not isinstance(sinks, bool):
-        raise EngineStops("dflash_config.attention_sink_bias", f"found {sinks!r}, expected true or false")
-    if scale is not None and not is_number(scale):
-        raise EngineStops("dflash_config.attention_value_scale", f"found {scale!r}, expected a number")
-    multiplier = real("dflash_config.output_multiplier", nested.get("output_multiplier", 1.0))
-    if multiplier <= 0:
-        raise EngineStops("dflash_config.output_multiplier", f"found {multiplier}, expected a positive number")
-    softcap = real("dflash_config.final_logit_softcapping", nested.get("final_logit_softcapping") or 0.0)
+    scales = _scales(nested)
     own, parts = {}, {}
     if subject.format.family == "dflash2":
         own = read_selector_of_sglang(nested)
@@ -100,15 +92,31 @@ def read_native(subject: Subject) -> EngineReading | None:
         block_size=block,
         neox=bool(config.get("rope_is_neox_style", config.get("is_neox_style", True))),
         gemma_norms=bool(config.get("use_gemma_norm", False)),
-        sinks=sinks,
-        value_scale=scale,
-        output_multiplier=multiplier,
-        final_logit_softcapping=softcap if softcap > 0 else None,
+        **scales,
         cut=loads.cut,
         padded=loads.padded,
         packed=packed.faults if packed is not None else (),
         own=own,
     )
+
+
+def _scales(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """The sinks, and the numbers that scale values and logits, as fields of a reading.
+
+    Raises:
+        EngineStops: the key at which SGLang stops.
+    """
+    sinks, scale = nested.get("attention_sink_bias", False), nested.get("attention_value_scale")
+    if not isinstance(sinks, bool):
+        raise EngineStops("dflash_config.attention_sink_bias", f"found {sinks!r}, expected true or false")
+    if scale is not None and not is_number(scale):
+        raise EngineStops("dflash_config.attention_value_scale", f"found {scale!r}, expected a number")
+    multiplier = real("dflash_config.output_multiplier", nested.get("output_multiplier", 1.0))
+    if multiplier <= 0:
+        raise EngineStops("dflash_config.output_multiplier", f"found {multiplier}, expected a positive number")
+    softcap = real("dflash_config.final_logit_softcapping", nested.get("final_logit_softcapping") or 0.0)
+    caps = softcap if softcap > 0 else None
+    return {"sinks": sinks, "value_scale": scale, "output_multiplier": multiplier, "final_logit_softcapping": caps}
 
 
 def _optional(key: str, stated: Mapping[str, Any]) -> int | None:

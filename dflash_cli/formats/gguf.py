@@ -15,13 +15,12 @@ from typing import Any, ClassVar
 from dflash_cli.formats.decoder_body import plain_keys, prefixed_keys, read_draft_body
 from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, cannot_state, refuse_scales
 from dflash_cli.formats.fields import SCALES, Keys, Spelling, look_up, shifted, with_keys
-from dflash_cli.formats.relatives import served_in_words
 from dflash_runtime.checkpoint.gguf import DRAFTS, shortest, to_float32
 from dflash_runtime.checkpoint.gguf_checkpoint import gguf_name
 from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, require_int
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.draft_config import DraftConfig
-from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UnknownFormat, UnsupportedError
+from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
 from dflash_runtime.json_values import as_object, is_int
 from dflash_runtime.notices import Notice
 
@@ -96,9 +95,6 @@ UNSERVED = {
     "dflash.final_logit_softcapping": "a cap of the logits",
 }
 """Key under `dflash` -> the computation that it asks for. DFlash has none of them."""
-
-DFLASH2_KEYS = ("dflash.selector_rank", "dflash.conv_kernel_size")
-MARKOV = "markov_w1.weight"
 
 
 @FORMATS.register("gguf")
@@ -301,52 +297,6 @@ class Gguf(Format):
     def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:
         if config.num_target_layers is not None and config.num_target_layers - 1 in config.target_layer_ids:
             yield from super().warnings(config, carried)
-
-
-class GgufRelative(Gguf):
-    """A draft of another family in GGUF. llama.cpp serves it. dflash converts it from safetensors only."""
-
-    priority: ClassVar[int] = 4
-    writable: ClassVar[bool] = False
-
-    def read_config(self, config: Mapping[str, Any], path: Path) -> ParsedConfig:
-        raise UnknownFormat(
-            f"{self.title}: dflash reads only plain DFlash drafts from GGUF",
-            id="relative-of-dflash",
-            path=path,
-            found=self.name,
-            hint=f"{served_in_words(self, config)}; pass the safetensors checkpoint that it was made from",
-        )
-
-    def write_config(self, config: DraftConfig, carried: Mapping[str, Any]) -> Json:
-        raise UnsupportedError(f"dflash does not write {self.title}", id="dialect-not-written", found=self.name)
-
-
-@FORMATS.register("gguf-dflash2")
-class GgufDFlash2(GgufRelative):
-    """DFlash 2 in GGUF."""
-
-    title: ClassVar[str] = "DFlash 2, GGUF of llama.cpp"
-    difference: ClassVar[str] = "convolutions and a candidate selector"
-
-    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        found = next((key for key in DFLASH2_KEYS if look_up(config, key) not in (MISSING, 0)), None)
-        return None if super().evidence(config, tensor_names) is None or found is None else f"the metadata has {found}"
-
-
-@FORMATS.register("gguf-dspark")
-class GgufDSpark(GgufRelative):
-    """DSpark in GGUF."""
-
-    title: ClassVar[str] = "DSpark, GGUF of llama.cpp"
-    difference: ClassVar[str] = "a Markov head"
-
-    def evidence(self, config: Mapping[str, Any], tensor_names: frozenset[str]) -> str | None:
-        if super().evidence(config, tensor_names) is None:
-            return None
-        if look_up(config, ARCHITECTURE_KEY) == "dspark":
-            return f"{ARCHITECTURE_KEY} is 'dspark'"
-        return f"it has the tensor {MARKOV}" if MARKOV in tensor_names else None
 
 
 def _dtype(config: Mapping[str, Any]) -> Any:

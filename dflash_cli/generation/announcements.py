@@ -8,7 +8,9 @@ from dflash_cli.terminal import console
 from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 SHOWN_FAILURES = 5
 ENOUGH_STEPS = 20

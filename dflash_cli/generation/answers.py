@@ -11,7 +11,9 @@ from dflash_runtime.documents import NOT_REQUIRED, OPTIONAL
 from dflash_runtime.errors import RequestError
 from dflash_runtime.metrics import AcceptanceCounts, Metrics, count_acceptance, request_metrics
 from dflash_runtime.phrases import plural
-from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput, SamplingParams, derive_seed
+from dflash_runtime.scheduling.request import DraftStep, FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams, derive_seed
 
 if TYPE_CHECKING:
     from dflash_runtime.llm import Delta

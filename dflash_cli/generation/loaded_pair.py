@@ -34,7 +34,7 @@ from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.limits import resolve_model_len, resolve_num_drafts
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.target_config import TargetConfig, TargetFacts
 
 if TYPE_CHECKING:

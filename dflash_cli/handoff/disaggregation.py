@@ -24,7 +24,7 @@ from dflash_cli.handoff.handed_session import HandedSession
 from dflash_cli.terminal import console
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_report import Evaluation

@@ -22,7 +22,7 @@ from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_locations import FOLDER, open_connector
 from dflash_runtime.kv_transfer.file_connector import FileConnector
 from dflash_runtime.llm import LLM, Delta
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
 
 HOST = "127.0.0.1"

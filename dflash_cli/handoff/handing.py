@@ -30,7 +30,8 @@ from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan, TransferCounts
 
 SAME_PAIR = "both sides need the same pair, settings and prompts; --force-mismatch loads the parts that fit"

@@ -11,7 +11,8 @@ from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServedAnswer, ServedSteps
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 MAX_UNCOUNTED, GLANCES = 3, 4
 COUNTER_WAITS, COUNTER_PAUSE_S = 40, 0.025

@@ -110,11 +110,6 @@ def read_metrics(text: str, names: Mapping[str, str], where: str) -> ServerMetri
     )
 
 
-def read_counters(text: str, names: Mapping[str, str], where: str) -> ServerCounters | None:
-    """The counters of `read_metrics`; None if the text does not count drafts."""
-    return read_metrics(text, names, where).counters
-
-
 def _counters_of(samples: list[Sample], names: Mapping[str, str], where: str) -> ServerCounters | None:
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}

@@ -190,26 +190,13 @@ def run_server(
     started, before = time.perf_counter(), server.counters()
     settings = {"engine": facts.engine, "model": facts.model, "concurrency": concurrency}
     settings |= _facts(facts, request.asked, chat=request.chat)
-    whole_end = server.client.ends_at
+    whole_end, num_retried = server.client.ends_at, server.client.num_retried
     server.client.ends_at = min(whole_end, request.ends_at)
-    found: Rows = []
-    failures: list[Failure] = []
-    num_retried, num_late = server.client.num_retried, 0
     watch = CounterWatch(server, before) if concurrency == 1 and before is not None else None
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
         num_resumed = len(journal.answers)
-        for item in _ask_all(server, request, journal.pending, concurrency, watch):
-            if isinstance(item, Failure):
-                failures.append(item)
-                continue
-            if isinstance(item, TimeIsUp):
-                num_late += 1
-                continue
-            for answer, served in item:
-                journal.add(answer)
-                found.append((answer, served))
-                if observe is not None:
-                    observe(Event(answer.row, answer.output.token_ids, answer.text, answer))
+        asked = _ask_all(server, request, journal.pending, concurrency, watch)
+        found, failures, num_late = _keep(asked, journal, observe)
     journal.drop_unfinished()
     server.client.ends_at = whole_end
     # Requests that the end of the time cut off are counted, too, and each conversation may have sent several.
@@ -238,6 +225,27 @@ def run_server(
         notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed), *_late(num_late, request)),
         seconds=time.perf_counter() - started,
     )
+
+
+def _keep(
+    asked: Iterator[Rows | Failure | TimeIsUp], journal: Journal, observe: Callable[[Event], None] | None
+) -> tuple[Rows, list[Failure], int]:
+    """Add answers to the journal as they arrive -> the answers, the failures, and the number of late rows."""
+    found: Rows = []
+    failures: list[Failure] = []
+    num_late = 0
+    for item in asked:
+        if isinstance(item, Failure):
+            failures.append(item)
+        elif isinstance(item, TimeIsUp):
+            num_late += 1
+        else:
+            for answer, served in item:
+                journal.add(answer)
+                found.append((answer, served))
+                if observe is not None:
+                    observe(Event(answer.row, answer.output.token_ids, answer.text, answer))
+    return found, failures, num_late
 
 
 def _ask_all(

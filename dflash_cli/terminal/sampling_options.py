@@ -8,7 +8,7 @@ from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, SAMPLI
 
 if TYPE_CHECKING:
     from dflash_runtime.scheduling.grammar import Grammar
-    from dflash_runtime.scheduling.request import SamplingParams
+    from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 
 LookupName = Literal["ngram", "suffix"]
@@ -91,7 +91,7 @@ class SamplingOptions(TemperatureOptions):
 
     def sampling_params(self, max_new_tokens: int) -> "SamplingParams":
         """The runtime's parameters. Its fields have the names of these options."""
-        from dflash_runtime.scheduling.request import SamplingParams
+        from dflash_runtime.scheduling.sampling_params import SamplingParams
 
         given = values_of(self, SamplingOptions)
         return SamplingParams(

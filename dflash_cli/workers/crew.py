@@ -22,7 +22,7 @@ from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError, CheckpointError, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 BATCHES_PER_WORKER = 2
 """Batch size: the remaining rows divided by this number of batches per worker."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dflash_cli.generation.answers import Event
     from dflash_cli.generation.prompts import PromptRow
     from dflash_cli.generation.run_facts import PairRun
-    from dflash_runtime.scheduling.request import SamplingParams
+    from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dflash_cli.generation.answers import Event
 from dflash_cli.generation.loaded_pair import PairSession, open_session
 from dflash_cli.workers.messages import Batch, Piece, Refusal, WorkerFacts, WorkerSpec
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 PIECE_S = 0.1
 """Seconds during which answers are collected into one message, so that messages do not slow a small model."""

@@ -24,10 +24,12 @@ from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from dflash_runtime.device.settings import resolve_kv_dtype
+from timing.arguments import open_device, run_dtype
 from timing.ceilings import device_ms, measure_rates
 from timing.floors import Rates
-from timing.pairs import SHAPES, Shape, log_uniform, open_device, run_dtype
+from timing.pairs import log_uniform
 from timing.report import Recorder, table
+from timing.shapes import SHAPES, Shape
 
 PAGE, CAPACITY = 16, 32_768
 """Tokens of a page, and of the longest text in the page table. The number of parts depends on CAPACITY."""

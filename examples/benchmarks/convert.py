@@ -24,7 +24,8 @@ from typing import Any
 from dflash_runtime.checkpoint.files import DTYPE_BYTES
 from dflash_runtime.checkpoint.layout import body_shapes
 from dflash_runtime.draft_config import DraftConfig
-from timing.pairs import SHAPES, model_configs
+from timing.shape_configs import model_configs
+from timing.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PIECE = 64 * 1024 * 1024

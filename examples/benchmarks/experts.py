@@ -40,12 +40,13 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.qwen3_moe import Qwen3MoeTarget
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.target_config import ExpertsConfig, TargetConfig
+from timing.arguments import counts, open_device, run_dtype
 from timing.ceilings import device_ms, measure_rates
 from timing.engine_arms import wait
-from timing.pairs import BLOCK, counts, open_device, run_dtype
 from timing.report import release, say, table
+from timing.shapes import BLOCK
 
 MAX_LEN = 1024
 NUM_LAYERS = 4

@@ -23,9 +23,10 @@ from dflash_kernels import fp8_product
 from dflash_kernels.fp8_config import Fp8Shape, fp8_product_shape
 from dflash_kernels.fp8_weight import Fp8Weight, to_fp8
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
+from timing.arguments import counts, open_device, run_dtype
 from timing.ceilings import device_ms
-from timing.pairs import SHAPES, Shape, counts, open_device, run_dtype
 from timing.report import Recorder, release, table
+from timing.shapes import SHAPES, Shape
 
 NUM_LAYERS = 10
 FORMS = {"block": (128, 128), "channel": (1, 1 << 30)}

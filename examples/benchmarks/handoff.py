@@ -29,7 +29,7 @@ import torch
 from dflash_runtime.kv_transfer.connector import Connector, TransferRole
 from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.kv_transfer.handoff import Handoff
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 LIMIT_S = 120.0
 PAGE_SIZE, WIDTH, TARGET_LAYERS, DRAFT_LAYERS = 64, 1024, 36, 5

@@ -22,9 +22,12 @@ import torch
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
-from timing.pairs import SHAPES, build_pair, open_device, random_prompt
+from timing.arguments import open_device
+from timing.pairs import build_pair, random_prompt
+from timing.shapes import SHAPES
 from timing.step_kinds import StepKinds
 
 NUM_WARM = 20

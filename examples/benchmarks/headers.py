@@ -23,7 +23,8 @@ from pathlib import Path
 
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.models.qwen3 import Qwen3Target
-from timing.pairs import SHAPES, hf_config, hf_draft_config, model_configs
+from timing.shape_configs import hf_config, hf_draft_config, model_configs
+from timing.shapes import SHAPES
 
 SHAPE, NUM_SHARDS = SHAPES["qwen3-8b"], 5
 

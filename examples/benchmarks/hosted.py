@@ -45,11 +45,12 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_families
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from experts import make
+from timing.arguments import counts, open_device, run_dtype
 from timing.engine_arms import wait
-from timing.pairs import BLOCK, counts, open_device, run_dtype
 from timing.report import release, say, table
+from timing.shapes import BLOCK
 
 MAX_LEN = 1024
 Row = list[object]

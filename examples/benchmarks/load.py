@@ -30,22 +30,15 @@ import torch
 
 from dflash_cli.terminal.console import Meter
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
+from timing.arguments import add_shape_options, open_device, shape_of
 from timing.engine_arms import engine_pair, wait, why_not_adaptive
 from timing.gauges import Gauges
 from timing.pair_files import PAIR_HELP, read_pair, written_pair
-from timing.pairs import (
-    BLOCK,
-    RandomPair,
-    Shape,
-    add_shape_options,
-    build_pair,
-    log_uniform,
-    open_device,
-    random_prompt,
-    shape_of,
-)
+from timing.pairs import RandomPair, build_pair, log_uniform, random_prompt
 from timing.report import Recorder, Row, release, say, table
+from timing.shapes import BLOCK, Shape
 from timing.step_kinds import StepKinds
 from timing.vllm_arm import VLLM_ARMS, VllmRun, add_vllm_options, find_vllm, run_vllm, vllm_settings
 

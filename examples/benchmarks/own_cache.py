@@ -35,11 +35,11 @@ from dflash_runtime.models.own_cache_trial import own_cache_target
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import find_target_runtime
 from dflash_runtime.scheduling.limits import Limits
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from hosted import make_draft
+from timing.arguments import open_device, run_dtype
 from timing.engine_arms import wait
 from timing.forced import force_acceptance
-from timing.pairs import open_device, run_dtype
 from timing.report import release, say, table
 
 MAX_LEN = 1024

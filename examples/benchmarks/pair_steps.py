@@ -37,11 +37,12 @@ from dflash_testing.pair_ways import way_of
 from dflash_testing.paths import ROOT
 from dflash_testing.published_pairs import TABLE, PublishedPair, read_table
 from dflash_testing.target_sizes import in_full, read_sizes
+from timing.arguments import counts, open_device
 from timing.draft_kinds import KindCell
 from timing.engine_arms import measure_steps
-from timing.pairs import BLOCK, counts, open_device
 from timing.real_pairs import RealPair, join, make_target, place, read_pair
 from timing.report import Recorder, Row, release, say, table
+from timing.shapes import BLOCK
 
 CONTEXT, ACCEPTANCE, STEPS = 512, 4.0, 30
 LOG = ROOT / "docs" / "measurements" / "pair-steps.md"

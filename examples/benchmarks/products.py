@@ -24,9 +24,10 @@ from dflash_kernels.activation import silu_mul, silu_mul_ref
 from dflash_kernels.many_rows import cut_of_many_rows
 from dflash_kernels.product_config import product_shape
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
+from timing.arguments import counts, open_device, run_dtype
 from timing.ceilings import device_ms
-from timing.pairs import SHAPES, Shape, counts, open_device, run_dtype
 from timing.report import Recorder, release, table
+from timing.shapes import SHAPES, Shape
 
 NUM_LAYERS, NUM_TURNS = 10, 3
 EPS = 1e-6

@@ -24,8 +24,8 @@ from dflash_kernels.early_launch import early
 from dflash_kernels.gated_norm import gated_norm
 from dflash_kernels.ragged_attention import Segment
 from dflash_kernels.recent_conv import RowRuns, recent_conv
+from timing.arguments import open_device
 from timing.ceilings import median_us
-from timing.pairs import open_device
 
 HEADS, GROUPS, SIZE, TAPS = 32, 16, 128, 4
 WIDTH = 2 * GROUPS * SIZE + HEADS * SIZE

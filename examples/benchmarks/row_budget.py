@@ -35,11 +35,13 @@ from unittest import mock
 from dflash_runtime.device import step_times
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.scheduling.request import Request
+from timing.arguments import add_shape_options, counts, open_device, shape_of
 from timing.engine_arms import FILL_ROWS, ROUNDS, Cell, engine_pair, num_tokens, ready_engine, time_rounds
 from timing.forced_kinds import Feature, KindTables, force_kinds
 from timing.gauges import Gauges
-from timing.pairs import BLOCK, RandomPair, add_shape_options, build_pair, counts, open_device, shape_of
+from timing.pairs import RandomPair, build_pair
 from timing.report import Recorder, Row, table
+from timing.shapes import BLOCK
 
 WHOLE, AGAIN, ADAPTIVE = "whole blocks", "whole blocks again", "adaptive width"
 FEATURES: tuple[Feature, ...] = ("perfect", "measured", "uninformative")

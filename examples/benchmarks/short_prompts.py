@@ -18,10 +18,13 @@ from pathlib import Path
 import torch
 
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
+from timing.arguments import counts, open_device
 from timing.engine_arms import PAGE_SIZE, engine_pair, wait
-from timing.pairs import BLOCK, SHAPES, RandomPair, build_pair, counts, open_device, random_prompt
+from timing.pairs import RandomPair, build_pair, random_prompt
 from timing.report import Recorder, release, say, table
+from timing.shapes import BLOCK, SHAPES
 
 WAYS = ("launched", "captured")
 STEPS_APART = 2

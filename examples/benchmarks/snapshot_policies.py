@@ -31,12 +31,14 @@ from dflash_runtime.scheduling.batch import Batch, StepOutput
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_runtime.scheduling.snapshots import Lookup, Policy, SnapshotIndex, branches_and_ends
+from timing.arguments import counts
 from timing.engine_arms import PAGE_SIZE
-from timing.pairs import BLOCK, counts
 from timing.report import Recorder, say, table
+from timing.shapes import BLOCK
 
 VOCAB = 151_936
 Tokens = tuple[int, ...]

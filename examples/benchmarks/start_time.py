@@ -27,7 +27,8 @@ def write_pair(folder: Path, name: str) -> None:
 
     from dflash_runtime.checkpoint.layout import owned_shapes
     from dflash_runtime.models.qwen3 import Qwen3Target
-    from timing.pairs import SHAPES, hf_config, hf_draft_config, model_configs
+    from timing.shape_configs import hf_config, hf_draft_config, model_configs
+    from timing.shapes import SHAPES
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = SHAPES[name]

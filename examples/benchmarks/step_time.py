@@ -35,6 +35,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from timing.arguments import add_shape_options, counts, open_device, run_dtype, shape_of
 from timing.ceilings import measure_rates
 from timing.draft_kinds import KINDS
 from timing.engine_arms import RECURRENT_ROWS
@@ -43,7 +44,6 @@ from timing.gauges import Gauges
 from timing.other_rows import measure_transformers, measure_vllm
 from timing.own_rows import run_ours
 from timing.pair_files import PAIR_HELP, written_pair
-from timing.pairs import add_shape_options, counts, open_device, run_dtype, shape_of
 from timing.plan import OURS, Plan, title
 from timing.report import Recorder, Row, plot_waterfalls, table, waterfall_text
 from timing.vllm_arm import VLLM_ARMS, VllmRun, add_vllm_options, find_vllm, vllm_settings

@@ -23,9 +23,11 @@ import torch
 from dflash_runtime.errors import DFlashError, PeerUnreachable
 from dflash_runtime.ranks.exchanges import NcclExchange, connect_store, join, open_store
 from dflash_runtime.ranks.rank_group import Ranks
+from timing.arguments import counts, open_device
 from timing.engine_arms import Cell, measure_steps
-from timing.pairs import BLOCK, SHAPES, RandomPair, build_pair, counts, open_device
+from timing.pairs import RandomPair, build_pair
 from timing.report import Recorder, release, say, table
+from timing.shapes import BLOCK, SHAPES
 
 WAYS = ("one-shot", "nccl")
 ARMS = ("plain", "dflash")

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from timing.arguments import counts, open_device
 from timing.draft_kinds import ROUNDS, KindTimes, measure_in_turns
 from timing.engine_arms import PROFILED_STEPS, WARM_STEPS, Cell
 from timing.forced import acceptance_rates
-from timing.pairs import BLOCK, SHAPES, RandomPair, build_pair, counts, open_device
+from timing.pairs import RandomPair, build_pair
 from timing.report import Recorder, Row, table
+from timing.shapes import BLOCK, SHAPES
 
 COLUMNS = {
     "arm": "arm",

@@ -19,7 +19,9 @@ from dflash_cli.tuning.candidates import candidates_for, default_numbers
 from dflash_cli.tuning.speed import SpeedRequest
 from dflash_cli.tuning.step_timing import measure_step_costs, num_timed_rounds
 from dflash_runtime.engine_config import EngineConfig
-from timing.pairs import BLOCK, SHAPES, build_pair, counts, open_device, random_prompt
+from timing.arguments import counts, open_device
+from timing.pairs import build_pair, random_prompt
+from timing.shapes import BLOCK, SHAPES
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from dflash_cli.diagnosis.reading_screen import KnownTexts
 from dflash_runtime.checkpoint.pair import TargetSource, check_pair
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.drafts.draft import load_draft_weights
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 Prompts = tuple[tuple[int, ...], ...]
 

@@ -334,29 +334,14 @@ def block_attention(
     The number of parts depends on shapes only, so a captured graph serves every context that fits its page table.
     `balanced_attention.py` computes batches of many requests.
     """
-    check_tensors(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens)
-    check_formats(key_cache, value_cache, query, block_keys, block_values)
-    num_requests, num_rows, num_heads, head_dim = query.shape
-    num_kv = block_keys.shape[2]
-    require(num_heads % num_kv == 0, "query", "a number of heads that is a multiple of the KV heads")
-    block_shape = (num_requests, num_rows, num_kv, head_dim)
-    require(block_keys.shape == block_values.shape == block_shape, "block_keys, block_values", "one row per query row")
-    require(key_cache.shape[2:] == (num_kv, head_dim), "caches", "the KV heads of the block")
-    require(len(page_table) == num_requests == len(context_lens), "page_table, context_lens", "one row per request")
-    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
-    require(window is None or window > 0, "window", "at least 1")
-    check_softmax(softmax, query)
-    require(num_requests * num_kv <= MAX_GRID, "query", f"at most {MAX_GRID} requests times KV heads")
+    check_blocks(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, window, softmax)
+    (num_requests, num_rows, num_heads, head_dim), num_kv = query.shape, block_keys.shape[2]
     out = room_for(query) if out is None else out
     check_room(out, query)
     if not out.numel():
         return out
-    flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)]
-    require(all(tensor.stride(2) == 1 for tensor in flat), "query, block_keys, block_values", "contiguous heads")
+    flat, strides = flat_blocks(query, block_keys, block_values, key_cache, value_cache, page_table)
     tensors, page_size = (*flat, as_readable(key_cache), as_readable(value_cache)), key_cache.shape[1]
-    strides = [stride for tensor in flat for stride in tensor.stride()[:2]]
-    strides += [*strides_of_caches(key_cache, value_cache), page_table.stride(0)]
-
     group, num_out = num_heads // num_kv, num_requests * num_rows * num_heads
     context_lens, cap = context_lens.contiguous(), cap_of_products(softmax, head_dim, scales)
     balanced = balanced_shape(
@@ -376,10 +361,7 @@ def block_attention(
     max_tiles = ceil_div(page_table.shape[1] * page_size, shape.keys) + ceil_div(num_rows, shape.keys)
     num_splits = min(shape.num_splits, max_tiles)
     tile_dim = max(power_of_2(head_dim), MIN_DOT)
-    parts, part_lses = out, out
-    if num_splits > 1:
-        parts = torch.empty((num_splits, num_out, head_dim), dtype=torch.float32, device=query.device)
-        part_lses = torch.empty((num_splits, num_out), dtype=torch.float32, device=query.device)
+    parts, part_lses = room_for_parts(num_splits, num_out, out)
     cut: dict[str, Any] = {
         "NUM_KV": num_kv, "GROUP": group, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size,
         "IS_CAUSAL": is_causal, "WINDOW": window or 0, "NUM_SPLITS": num_splits,
@@ -393,6 +375,47 @@ def block_attention(
     if num_splits > 1:
         combine_parts(parts, part_lses, context_lens, out, page_table.shape[1], cut)
     return out
+
+
+def check_blocks(
+    query: Tensor, block_keys: Tensor, block_values: Tensor, key_cache: Tensor, value_cache: Tensor,
+    page_table: Tensor, context_lens: Tensor, window: int | None, softmax: Softmax,
+) -> None:  # fmt: skip
+    """Raise unless the kernels can read blocks [R, N, H, D] and their caches.
+
+    See `check_tensors`, `check_formats`, `check_softmax` and `require` for the errors.
+    """
+    check_tensors(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens)
+    check_formats(key_cache, value_cache, query, block_keys, block_values)
+    num_requests, num_rows, num_heads, head_dim = query.shape
+    num_kv = block_keys.shape[2]
+    require(num_heads % num_kv == 0, "query", "a number of heads that is a multiple of the KV heads")
+    block_shape = (num_requests, num_rows, num_kv, head_dim)
+    require(block_keys.shape == block_values.shape == block_shape, "block_keys, block_values", "one row per query row")
+    require(key_cache.shape[2:] == (num_kv, head_dim), "caches", "the KV heads of the block")
+    require(len(page_table) == num_requests == len(context_lens), "page_table, context_lens", "one row per request")
+    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
+    require(window is None or window > 0, "window", "at least 1")
+    check_softmax(softmax, query)
+    require(num_requests * num_kv <= MAX_GRID, "query", f"at most {MAX_GRID} requests times KV heads")
+
+
+def flat_blocks(
+    query: Tensor, block_keys: Tensor, block_values: Tensor, key_cache: Tensor, value_cache: Tensor, page_table: Tensor
+) -> tuple[list[Tensor], list[int]]:
+    """The rows of blocks, [R * N, H, D] and [R * N, KV, D] twice, and the strides of all tensors for the kernels."""
+    flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)]
+    require(all(tensor.stride(2) == 1 for tensor in flat), "query, block_keys, block_values", "contiguous heads")
+    strides = [stride for tensor in flat for stride in tensor.stride()[:2]]
+    return flat, [*strides, *strides_of_caches(key_cache, value_cache), page_table.stride(0)]
+
+
+def room_for_parts(num_splits: int, num_out: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Tensors for S parts of T rows: means [S, T, D] and logarithms [S, T]. One part goes to `out` itself."""
+    if num_splits == 1:
+        return out, out
+    parts = torch.empty((num_splits, num_out, out.shape[-1]), dtype=torch.float32, device=out.device)
+    return parts, torch.empty((num_splits, num_out), dtype=torch.float32, device=out.device)
 
 
 def combine_parts(

@@ -6,17 +6,8 @@ Axis letters: T rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import (
-    argmax_shape,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    jit,
-    power_of_2,
-    require,
-    tl,
-)
-from dflash_kernels.logit_tiles import load_maxes, load_raw, without_nans
+from dflash_kernels.launch_config import argmax_shape, ceil_div, jit, power_of_2, tl
+from dflash_kernels.logit_tiles import check_logits, load_maxes, load_raw, without_nans
 
 
 def largest_probability_ref(logits: Tensor) -> Tensor:
@@ -53,9 +44,7 @@ def _combine_kernel(tile_maxes, tile_sums, out, num_tiles, TILE_T: tl.constexpr)
 
 def largest_probability(logits: Tensor) -> Tensor:
     """Compute `largest_probability_ref` in two launches."""
-    check_tensors(logits)
-    check_dtypes(logits)
-    require(logits.dim() == 2 and logits.stride(1) == 1, "logits", "two axes and contiguous rows")
+    check_logits(logits)
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows:

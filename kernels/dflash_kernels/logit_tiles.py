@@ -12,9 +12,12 @@ from dflash_kernels.launch_config import (
     VOCAB_GROUP,
     argmax_shape,
     ceil_div,
+    check_dtypes,
+    check_tensors,
     constexpr,
     jit,
     power_of_2,
+    require,
     sampling_shape,
     tl,
 )
@@ -42,6 +45,13 @@ class TileStats(NamedTuple):
 
     def tiling(self) -> dict[str, int]:
         return {"TILE_V": self.tile, "TILE_T": power_of_2(self.maxes.shape[1])}
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raise unless Triton can read logits [T, V]; see `check_tensors`, `check_dtypes` and `require` for the errors."""
+    check_tensors(logits)
+    check_dtypes(logits)
+    require(logits.dim() == 2 and logits.stride(1) == 1, "logits", "two axes and contiguous rows")
 
 
 @jit

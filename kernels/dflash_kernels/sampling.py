@@ -16,16 +16,10 @@ from torch import Tensor
 from dflash_kernels.candidates import KEY_BITS, choose_list, score_keys
 from dflash_kernels.categorical import categorical_ref, first_above
 from dflash_kernels.filters import cut_ref, draw_kept, launch_cut, no_cut
-from dflash_kernels.launch_config import (
-    check_dtypes,
-    check_tensors,
-    constexpr,
-    jit,
-    require,
-    tl,
-)
+from dflash_kernels.launch_config import check_tensors, constexpr, jit, require, tl
 from dflash_kernels.logit_tiles import (
     MAX_FLOAT,
+    check_logits,
     launch_stats,
     load_maxes,
     load_raw,
@@ -223,7 +217,7 @@ def _sample_kernel(
 
 def argmax(logits: Tensor) -> Tensor:
     """Compute `argmax_ref` in two launches."""
-    _check_logits(logits)
+    check_logits(logits)
     # The kernel never reads these tensors, but it is compiled for their types.
     real, whole = (torch.empty(1, dtype=dtype, device=logits.device) for dtype in (torch.float64, torch.int64))
     values = real, whole, real, whole, whole
@@ -243,7 +237,7 @@ def sample(
     purpose: int = TARGET,
 ) -> Chosen:
     """Compute `sample_ref` in two launches, or in four with filters, without writing a distribution."""
-    _check_logits(logits)
+    check_logits(logits)
     _check_values(logits, temperatures, top_ks, top_ps, seeds)
     check_tensors(logits, positions)
     require(positions.shape == (len(logits),), "positions", "one per row of logits")
@@ -277,12 +271,6 @@ def _launch_sample(
             described = Distribution(logits, temperatures, max_scores, cut.keys, cut.last_ids, cut.masses)
             return Chosen(token_ids, is_finite, described)
     return Chosen(token_ids, is_finite)
-
-
-def _check_logits(logits: Tensor) -> None:
-    check_tensors(logits)
-    check_dtypes(logits)
-    require(logits.dim() == 2 and logits.stride(1) == 1, "logits", "two axes and contiguous rows")
 
 
 def _check_values(logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, *seeds: Tensor) -> None:

@@ -12,18 +12,8 @@ from torch import Tensor
 
 from dflash_kernels.candidates import KEY_BITS, kth_key, score_keys
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import (
-    VOCAB_GROUP,
-    argmax_shape,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    jit,
-    power_of_2,
-    require,
-    tl,
-)
-from dflash_kernels.logit_tiles import load_raw, without_nans
+from dflash_kernels.launch_config import VOCAB_GROUP, argmax_shape, ceil_div, jit, power_of_2, require, tl
+from dflash_kernels.logit_tiles import check_logits, load_raw, without_nans
 
 MOST_TOP_TOKENS = 64
 """Most tokens per row that the kernels find. A library finds more."""
@@ -107,9 +97,7 @@ def _top_tokens_kernel(
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Compute `top_tokens_ref` in two launches, or by a library for more than MOST_TOP_TOKENS tokens."""
-    check_tensors(logits)
-    check_dtypes(logits)
-    require(logits.dim() == 2 and logits.stride(1) == 1, "logits", "two axes and contiguous rows")
+    check_logits(logits)
     num_rows, vocab_size = logits.shape
     require(0 < count <= vocab_size, "count", "from 1 to the size of the vocabulary")
     if count > MOST_TOP_TOKENS:

@@ -21,28 +21,19 @@ from dflash_kernels.block_attention import (
     Softmax,
     attend_ref,
     cap_of_products,
+    check_blocks,
     check_room,
-    check_softmax,
     combine_parts,
     factor_of_products,
+    flat_blocks,
     parts_in_use,
     room_for,
+    room_for_parts,
 )
 from dflash_kernels.draft_tree import TreeRows, is_ancestor
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats
-from dflash_kernels.kv_store import strides_of_caches
-from dflash_kernels.launch_config import (
-    MAX_GRID,
-    MIN_DOT,
-    attention_shape,
-    ceil_div,
-    check_tensors,
-    jit,
-    power_of_2,
-    require,
-    tl,
-)
+from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable
+from dflash_kernels.launch_config import MIN_DOT, attention_shape, ceil_div, check_tensors, jit, power_of_2, require, tl
 
 
 def tree_attention_ref(
@@ -159,37 +150,21 @@ def tree_attention(
 
     The number of parts depends on shapes only, so a captured graph serves every context that fits its page table.
     """
-    check_tensors(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, *tree)
-    check_formats(key_cache, value_cache, query, block_keys, block_values)
-    num_requests, num_rows, num_heads, head_dim = query.shape
-    num_kv = block_keys.shape[2]
-    require(num_heads % num_kv == 0, "query", "a number of heads that is a multiple of the KV heads")
-    block_shape = (num_requests, num_rows, num_kv, head_dim)
-    require(block_keys.shape == block_values.shape == block_shape, "block_keys, block_values", "one row per query row")
-    require(key_cache.shape[2:] == (num_kv, head_dim), "caches", "the KV heads of the block")
-    require(len(page_table) == num_requests == len(context_lens), "page_table, context_lens", "one row per request")
-    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
-    require(window is None or window > 0, "window", "at least 1")
+    check_blocks(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, window, softmax)
+    check_tensors(query, *tree)
+    (num_requests, num_rows, num_heads, head_dim), num_kv = query.shape, block_keys.shape[2]
     require(tree.depths.shape == tree.words.shape[:2] == (num_requests, num_rows), "tree", "one entry per query row")
-    check_softmax(softmax, query)
-    require(num_requests * num_kv <= MAX_GRID, "query", f"at most {MAX_GRID} requests times KV heads")
     out = room_for(query) if out is None else out
     check_room(out, query)
     if not out.numel():
         return out
-    flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)]
-    require(all(tensor.stride(2) == 1 for tensor in flat), "query, block_keys, block_values", "contiguous heads")
-    strides = [stride for tensor in flat for stride in tensor.stride()[:2]]
-    strides += [*strides_of_caches(key_cache, value_cache), page_table.stride(0)]
+    flat, strides = flat_blocks(query, block_keys, block_values, key_cache, value_cache, page_table)
     group, page_size, num_pages = num_heads // num_kv, key_cache.shape[1], page_table.shape[1]
     num_packed, num_out = num_rows * group, num_requests * num_rows * num_heads
     shape = attention_shape(num_requests * num_kv, num_packed, head_dim, query.element_size(), query.device)
     max_tiles = ceil_div(num_pages * page_size, shape.keys) + ceil_div(num_rows, shape.keys)
     num_splits, context_lens = min(shape.num_splits, max_tiles), context_lens.contiguous()
-    parts, part_lses = out, out
-    if num_splits > 1:
-        parts = torch.empty((num_splits, num_out, head_dim), dtype=torch.float32, device=query.device)
-        part_lses = torch.empty((num_splits, num_out), dtype=torch.float32, device=query.device)
+    parts, part_lses = room_for_parts(num_splits, num_out, out)
     cut: dict[str, Any] = {
         "NUM_KV": num_kv, "GROUP": group, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size, "WINDOW": window or 0,
         "NUM_SPLITS": num_splits, "TILE_N": shape.keys, "TILE_D": max(power_of_2(head_dim), MIN_DOT),

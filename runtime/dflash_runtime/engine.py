@@ -30,7 +30,8 @@ from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.ranks.interruptions import deferred_interrupt
 from dflash_runtime.ranks.witness import Witness
 from dflash_runtime.scheduling.batch import Batch
-from dflash_runtime.scheduling.request import Request, derive_seed
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import derive_seed
 from dflash_runtime.scheduling.scheduler import OutOfPages, Scheduler
 from dflash_runtime.transfers import HandoffPlan, Transfers
 

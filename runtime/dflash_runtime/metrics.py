@@ -13,7 +13,7 @@ from typing import Annotated
 
 from dflash_runtime.documents import HIDDEN, OPTIONAL, Limits, computed_key
 from dflash_runtime.errors import InvalidConfig
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 COUNT = Limits(least=0)
 

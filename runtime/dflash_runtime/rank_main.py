@@ -23,6 +23,7 @@ from dflash_runtime.device.settings import device_of
 from dflash_runtime.engine import Engine, StopAt
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.llm import LLM
+from dflash_runtime.lossless import find_regrets
 from dflash_runtime.rank_messages import (
     DraftSpec,
     Joining,
@@ -89,7 +90,7 @@ class Follower:
         else:
             assert isinstance(message, Regrets)
             for text in message.texts:
-                llm.engine.runner.regrets(text.prompt_token_ids, text.output_token_ids)
+                find_regrets(llm.engine.runner, text.prompt_token_ids, text.output_token_ids)
 
     def _read(self, messages: TextIO) -> None:
         """Queue messages. `Stop` is for a run that the main thread is in, or that is queued before it."""

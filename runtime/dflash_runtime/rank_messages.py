@@ -20,7 +20,7 @@ from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError, DFlashError
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Regrets:
-    """Texts whose tokens are compared with the target's own choices; see `Runner.regrets`."""
+    """Texts whose tokens are compared with the target's own choices; see `lossless.find_regrets`."""
 
     texts: tuple[Text, ...]
 

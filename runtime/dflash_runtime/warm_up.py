@@ -18,7 +18,8 @@ from dflash_runtime.device.memory import log_use
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.scheduling.limits import rows_to_ridge
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason, Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import ScriptedDraft, always_right, bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.walking_drafts import draft_model, sample_of_all
 from dflash_testing.widths import ListedWidths

@@ -16,7 +16,8 @@ from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.kv_transfer.vllm_prefills import VllmPrefills, find_vllm_prefills
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.engine_kv import prefill_layers, save_as_vllm
 from dflash_testing.handoffs import MemoryConnector

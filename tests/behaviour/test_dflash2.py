@@ -9,7 +9,8 @@ from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_runtime.draft_config import SelectorConfig
 from dflash_runtime.errors import InvalidConfig, UnsupportedError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import DFLASH2, random_draft, random_llm, random_prompts, random_target
 from dflash_testing.refusals import refuses
 from dflash_testing.widths import ListedWidths
@@ -69,13 +70,13 @@ def test_tokens_of_fewer_positions_are_the_first_of_all(draft_sampling: str, mon
         llm = make_llm(draft_sampling=draft_sampling)
         llm.engine.scheduler.width_policy = ListedWidths((width,) * 40)
         seen: list[Any] = []
-        propose = llm.engine.runner._propose
+        propose = llm.engine.runner.drafter.propose
 
         def watched(*arguments: Any, propose: Any = propose, seen: list[Any] = seen) -> Any:
             seen.append(propose(*arguments))
             return seen[-1]
 
-        monkeypatch.setattr(llm.engine.runner, "_propose", watched)
+        monkeypatch.setattr(llm.engine.runner.drafter, "propose", watched)
         llm.generate(PROMPTS[2:3], params(0.9)[2:3])
         drafted.append(seen[0].token_ids[0].tolist())
     assert len(drafted[1]) == 3

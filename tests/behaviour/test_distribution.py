@@ -16,7 +16,7 @@ from dflash_runtime.draft_config import MarkovConfig
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.target import Target
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.chi_square import chi_square, chi_square_quantile
 from dflash_testing.hybrid_pair import random_hybrid_target
 from dflash_testing.pairs import DFLASH2, ScriptedDraft, random_draft, random_llm, random_target, target_logits

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import always_wrong, bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.walking_drafts import ALL, draft_model
 

@@ -21,7 +21,7 @@ from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.models.target import Target
 from dflash_runtime.models.weights import stack_projections
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import (
     placement,
     random_draft,

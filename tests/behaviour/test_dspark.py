@@ -14,7 +14,8 @@ from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_runtime.draft_config import MarkovConfig
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.lifted_drafts import sparks
 from dflash_testing.pairs import (
     bundled_draft_model,

@@ -16,7 +16,8 @@ from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import (
     bundled_draft,
     bundled_draft_model,

@@ -24,7 +24,8 @@ from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, load_target, target_families
 from dflash_runtime.models.weights import stack_projections
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import (
     CPU,

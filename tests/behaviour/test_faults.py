@@ -12,7 +12,9 @@ from dflash_runtime.errors import DFlashError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.target import Target
-from dflash_runtime.scheduling.request import FinishReason, Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason, Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import random_draft, random_llm, random_target
 from dflash_testing.refusals import refuses
 

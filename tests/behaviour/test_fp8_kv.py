@@ -30,7 +30,8 @@ from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, DFlashError, UnsupportedError
 from dflash_runtime.kv_transfer.handoff import TARGET_PAGES
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.fp8_models import FORMS, RoundedModel
 from dflash_testing.gpu import gpu_llm

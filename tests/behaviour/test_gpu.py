@@ -8,7 +8,9 @@ import torch
 from dflash_kernels import ragged_attention
 from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.metrics import count_acceptance
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.gpu import detecting_syncs, gpu_llm
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_target_model, placement
 from dflash_testing.walking_drafts import ALL, stored_draft

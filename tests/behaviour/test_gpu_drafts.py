@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.gpu import detecting_syncs
 from dflash_testing.pairs import random_prompts
 from timing.draft_kinds import KINDS, add_kinds, with_kind
 from timing.engine_arms import engine_pair
-from timing.pairs import SHAPES, RandomPair, build_pair
+from timing.pairs import RandomPair, build_pair
+from timing.shapes import SHAPES
 
 pytestmark = pytest.mark.gpu
 

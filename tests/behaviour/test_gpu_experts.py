@@ -10,7 +10,7 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.experts import ONE_LAUNCH
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import make_model
 from dflash_testing.packed_models import pack_experts

@@ -8,12 +8,13 @@ import torch
 
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.grammar import Grammar
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.grammars import LetterTokenizer, with_tokenizer
 from dflash_testing.pairs import random_prompts
 from timing.draft_kinds import KINDS, add_kinds, with_kind
 from timing.engine_arms import engine_pair
-from timing.pairs import SHAPES, build_pair
+from timing.pairs import build_pair
+from timing.shapes import SHAPES
 
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.gpu

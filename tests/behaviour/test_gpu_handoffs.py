@@ -10,7 +10,8 @@ import torch
 from dflash_runtime.device import kv_pages
 from dflash_runtime.kv_transfer.file_connector import FileConnector
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.gpu import detecting_syncs, gpu_llm
 from dflash_testing.handoffs import LENGTHS, PROMPTS, go_on, hand_off, keys_of, traces

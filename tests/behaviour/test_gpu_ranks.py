@@ -14,7 +14,8 @@ import torch
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.gpu import gpu_llm
 from dflash_testing.hosted_models import make_model
 from dflash_testing.pairs import bundled_prompts, random_prompts

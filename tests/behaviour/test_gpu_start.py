@@ -13,7 +13,8 @@ from dflash_cli.diagnosis.reading_screen import KnownTexts, ReadingScreen
 from dflash_runtime.device import memory
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.stream_capture import capture_stream
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.gpu import gpu_llm, require_single_worker
 from dflash_testing.pairs import bundled_prompts
 from dflash_testing.walking_drafts import KINDS
@@ -209,7 +210,7 @@ def test_collecting_an_engine_does_not_break_a_capture() -> None:
     forgotten = [gpu_llm("tiny", "float32", num_pages=400)]
     forgotten[0].generate(bundled_prompts()[:2], GREEDY)
     llm = gpu_llm("tiny", "float32", num_pages=400)
-    runner, attend = llm.engine.runner, llm.engine.runner._attend_target
+    verifier, attend = llm.engine.runner.verifier, llm.engine.runner.verifier.attend
 
     def collecting(*inputs: Any) -> Any:
         if torch.cuda.is_current_stream_capturing() and forgotten:
@@ -220,7 +221,7 @@ def test_collecting_an_engine_does_not_break_a_capture() -> None:
                 gc.collect()
         return attend(*inputs)
 
-    runner._attend_target = collecting  # type: ignore[assignment]
+    verifier.attend = collecting  # type: ignore[assignment]
     (output,) = llm.generate(bundled_prompts()[:1], GREEDY)
     assert not forgotten
     assert output.error is None

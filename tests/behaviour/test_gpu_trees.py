@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from dflash_runtime.drafts.draft import load_draft
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.gpu import detecting_syncs, gpu_llm
 from dflash_testing.pairs import bundled_llm, bundled_prompts, bundled_target_model, placement
 from dflash_testing.walking_drafts import stored_draft

@@ -18,7 +18,8 @@ from dflash_runtime.errors import DFlashError, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.grammar import Grammar
-from dflash_runtime.scheduling.request import FinishReason, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.chi_square import chi_square, chi_square_quantile
 from dflash_testing.grammars import JSON, SCHEMA, LetterTokenizer, allowed_ids, matcher, with_tokenizer
 from dflash_testing.pairs import (
@@ -235,6 +236,19 @@ def test_a_grammar_without_tokens_for_it_ends_the_request() -> None:
     outputs = llm.generate([[1, 2, 3]] * 2, params)
     assert [output.error_id for output in outputs] == ["grammar-failed", None]
     assert outputs[1].token_ids == (0, 1, 5)
+
+
+def test_a_runner_keeps_few_parsed_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request has a grammar of its own, and all are parsed before the first one starts."""
+    monkeypatch.setattr("dflash_runtime.device.grammars.MOST_PARSED", 2)
+    llm = with_tokenizer(random_llm(letter_target(), plain_draft(), 3, max_num_requests=2), LETTERS)
+    params = [
+        SamplingParams(max_new_tokens=4, stop_token_ids=(5,), grammar=Grammar("regex", f"{text}e")) for text in "abcd"
+    ]
+    outputs = llm.generate([[1, 2, 3]] * 4, params)
+    assert [output.token_ids for output in outputs] == [(letter, 4, 5) for letter in range(4)]
+    assert len(llm.engine.runner.grammars._parsed) == 2
+    assert llm.check_lossless(outputs[:1], params[0]).is_lossless
 
 
 def test_a_target_without_a_tokenizer_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

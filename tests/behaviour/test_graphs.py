@@ -9,7 +9,7 @@ import torch
 from dflash_runtime.device.decode_graphs import bucket_of
 from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.width import AdaptiveWidth
 from dflash_testing.gpu import gpu_llm
 from dflash_testing.handoffs import traces

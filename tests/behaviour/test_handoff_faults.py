@@ -17,7 +17,9 @@ from dflash_runtime.kv_transfer.file_connector import FileConnector
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, concerns_target, find_problems
 from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.handoffs import (
     NUM_DRAFTS,

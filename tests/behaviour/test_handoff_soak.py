@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_testing import handoff_peer
 from dflash_testing.handoff_peer import make_llm, make_requests, open_side, run_side
 from dflash_testing.transfers import Peer, Peers, free_location

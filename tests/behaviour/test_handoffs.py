@@ -10,7 +10,9 @@ import pytest
 from dflash_runtime.device import kv_pages
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import FinishReason, Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason, Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.handoffs import (
     DRAFTS,

@@ -11,7 +11,9 @@ from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import load_target
 from dflash_runtime.scheduling import limits, step_load
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.gpu import detecting_syncs
 from dflash_testing.graphs import with_stand_ins
 from dflash_testing.hosted_models import make_model

@@ -16,7 +16,9 @@ from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import Target, load_target
 from dflash_runtime.scheduling.batch import Batch
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.snapshots import SnapshotIndex
 from dflash_testing.handoffs import go_on, hand_off
 from dflash_testing.hosted_models import make_model

@@ -17,7 +17,8 @@ from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.cache_state import TextState
 from dflash_runtime.models.target import Target, find_target_runtime, load_target
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.any_models import make_any
 from dflash_testing.handoffs import MemoryConnector, go_on, hand_off, keys_of

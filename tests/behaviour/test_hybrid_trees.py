@@ -7,7 +7,9 @@ import torch
 
 from dflash_kernels.delta_blocks import MAX_TREE_ROWS
 from dflash_runtime.device.attention import MAX_RECURRENT_NODES
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hybrid_pair import hybrid_draft, hybrid_llm, hybrid_prompts, hybrid_target, random_hybrid_target
 from dflash_testing.pairs import random_draft, random_llm, random_prompts
 from dflash_testing.preemption import preempt_youngest

@@ -12,7 +12,7 @@ import pytest
 
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.deadline import deadline
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 

@@ -18,7 +18,8 @@ from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.limits import resolve_num_drafts
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.gpu import gpu_llm
 from dflash_testing.hybrid_pair import hybrid_prompts, hybrid_target
 from dflash_testing.pairs import bundled_draft, bundled_prompts, bundled_target_model, placement, random_llm

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hybrid_pair import hybrid_llm, hybrid_prompts
 from dflash_testing.pairs import bundled_llm, bundled_prompts
 from dflash_testing.preemption import preempt_youngest

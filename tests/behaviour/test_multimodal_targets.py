@@ -20,7 +20,7 @@ from dflash_runtime.models.hosted_loading import load_model
 from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.target import find_target_runtime, target_bytes
 from dflash_runtime.models.text_part import OTHER_PARTS, causal_part
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hosted_models import (
     KnowingDraft,
     Known,

@@ -12,7 +12,8 @@ from dflash_runtime.device.prefill import RaggedAttention
 from dflash_runtime.device.results import PendingForward
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.batch import Batch
-from dflash_runtime.scheduling.request import DraftStep, Request, SamplingParams
+from dflash_runtime.scheduling.request import DraftStep, Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import ScriptedDraft, bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.walking_drafts import draft_model
 

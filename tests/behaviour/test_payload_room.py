@@ -12,7 +12,8 @@ from dflash_runtime.device import payload_room
 from dflash_runtime.device.payload_room import PayloadRoom
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.handoffs import MemoryConnector, go_on, keys_of
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts

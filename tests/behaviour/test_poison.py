@@ -2,7 +2,8 @@
 
 import pytest
 
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.poison import poison_free_slots
 from dflash_testing.walking_drafts import draft_model, sample_of_all

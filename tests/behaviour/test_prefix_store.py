@@ -23,7 +23,8 @@ from dflash_runtime.kv_transfer.payload_bytes import checksum
 from dflash_runtime.kv_transfer.stored_pages import StoredPages
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.prefix_cache import page_digest
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.handoffs import traces
 from dflash_testing.pairs import (
     bundled_draft_model,

@@ -15,7 +15,8 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Batch
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 
 LENGTHS = (1, 15, 16, 17, 40, 63, 64, 65, 3, 33)

@@ -22,7 +22,7 @@ from dflash_runtime.errors import DFlashError, PeerUnreachable, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.rank_messages import RankFailure, Run, Stop, from_line, to_line
 from dflash_runtime.rank_processes import RankProcesses
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.hosted_models import make_model
 from dflash_testing.refusals import refuses

@@ -15,8 +15,10 @@ from dflash_runtime.device.settings import apply_exclusions
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling import row_budget
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.row_budget import BestBudget
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.width import StepTimes
 from dflash_testing.gpu import detecting_syncs, gpu_llm
 from dflash_testing.hybrid_pair import hybrid_llm, hybrid_prompts

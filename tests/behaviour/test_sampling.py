@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_runtime.models.target import Target
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.chi_square import chi_square, chi_square_quantile
 from dflash_testing.pairs import (
     bundled_draft_model,

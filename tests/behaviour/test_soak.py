@@ -13,7 +13,8 @@ from dflash_runtime import engine
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.target import Target
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hybrid_pair import random_hybrid_target
 from dflash_testing.pairs import DFLASH2, DSPARK, random_draft, random_llm, random_target
 

@@ -12,7 +12,7 @@ import pytest
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.paths import ROOT
 from dflash_testing.state_faults import FAULTS, planted
 

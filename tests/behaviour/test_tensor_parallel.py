@@ -20,7 +20,8 @@ from dflash_runtime.errors import DFlashError, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import Target, load_target
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.fp8_models import FORMS
 from dflash_testing.hosted_models import make_model
 from dflash_testing.packed_models import pack_experts

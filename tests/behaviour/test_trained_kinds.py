@@ -16,7 +16,7 @@ from tiny_pair.further_report import FURTHER, read_draft
 from tiny_pair.settings import Settings
 
 from dflash_cli.checkpoints.references import BUNDLED_DRAFTS, tiny_directory
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import bundled_draft, bundled_draft_model, bundled_llm, bundled_prompts
 
 NEW_TOKENS = 40

@@ -14,7 +14,9 @@ from dflash_runtime.drafts.draft import SelectingDraft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hybrid_pair import random_hybrid_target
 from dflash_testing.pairs import (
     DFLASH2,

@@ -17,7 +17,8 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import bundled_prompts, random_draft_config, random_target, random_weights
 from dflash_testing.widths import ListedWidths
 

@@ -28,7 +28,7 @@ from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import InvalidConfig, UnsupportedError
 from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes, target_families
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.handoffs import go_on, hand_off
 from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
 from dflash_testing.multimodal_models import make_wrapper

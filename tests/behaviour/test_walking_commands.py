@@ -9,7 +9,7 @@ import pytest
 from dflash_cli.tuning.step_parts import silence_draft
 from dflash_runtime.drafts.draft import WalkingDraft
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_llm, bundled_prompts
 from dflash_testing.walking_drafts import KINDS, draft_model, walking_folder

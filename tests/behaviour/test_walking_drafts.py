@@ -18,7 +18,7 @@ from dflash_runtime.drafts.dspark import DSparkDraft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.scheduling.limits import resolve_num_drafts
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.lifted_drafts import Spark, confidence_tensors
 from dflash_testing.pairs import bundled_llm, bundled_prompts, bundled_target_model, placement
 from dflash_testing.plain_loop import plain_loop

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.device.runner import Runner
-from dflash_runtime.llm import LLM, find_width_policy
+from dflash_runtime.engine_setup import find_width_policy
+from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import count_acceptance, count_widths
 from dflash_runtime.models.layers import Attend
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.width import AdaptiveWidth, FixedWidth, StepTimes, widths_for
 from dflash_testing.hybrid_pair import hybrid_llm, hybrid_prompts
 from dflash_testing.pairs import (
@@ -242,7 +245,7 @@ def test_a_draft_that_is_always_wrong_is_rarely_tried() -> None:
 
 
 def test_the_width_adapts_only_on_request_with_a_draft_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_runtime.llm.find_step_times", lambda runner: made_up(1.0))
+    monkeypatch.setattr("dflash_runtime.engine_setup.find_step_times", lambda runner: made_up(1.0))
     for is_asked, has_draft, has_graphs in product((True, False), repeat=3):
         draft, num_drafts = (bundled_draft_model(), 7) if has_draft else (None, 0)
         llm = bundled_llm(draft, num_drafts, adaptive_width=is_asked)
@@ -259,7 +262,7 @@ def test_whole_blocks_are_verified_if_measuring_step_times_runs_out_of_memory(
     def fail(runner: Runner) -> StepTimes:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("dflash_runtime.llm.find_step_times", fail)
+    monkeypatch.setattr("dflash_runtime.engine_setup.find_step_times", fail)
     llm = bundled_llm(bundled_draft_model(), 7, adaptive_width=True)
     assert len(caplog.records) == 1, "an engine without graphs warns that it verifies whole blocks"
     monkeypatch.setattr(llm.engine.runner, "graphs", object())

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.models.layers import Attend
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import bundled_draft, bundled_draft_model, bundled_llm
 from dflash_testing.paths import GOLDEN
 

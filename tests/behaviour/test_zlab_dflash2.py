@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.lifted_drafts import Lift, cases
 from dflash_testing.pairs import bundled_draft_model, bundled_llm
 from dflash_testing.paths import GOLDEN

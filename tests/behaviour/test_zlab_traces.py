@@ -11,7 +11,7 @@ from collections.abc import Collection
 import pytest
 
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import bundled_draft, bundled_draft_model, bundled_llm
 from dflash_testing.paths import GOLDEN
 from dflash_testing.reference_traces import num_whole_steps

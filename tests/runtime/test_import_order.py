@@ -65,9 +65,11 @@ def test_every_room_exists() -> None:
     assert set(LEVELS) <= names
     assert names - set(LEVELS) - {"__init__", "__pycache__"} == {
         "engine",
+        "engine_setup",
         "llm",
         "lossless",
         "metrics",
+        "prompts",
         "rank_main",
         "rank_messages",
         "rank_processes",

@@ -29,7 +29,8 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import MLP, Attend
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Batch
-from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason, Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import (
     bundled_draft,

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import (
     always_mask,
     always_right,

@@ -5,7 +5,8 @@ from dataclasses import replace
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance, request_metrics
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_testing.refusals import refuses
 
 
@@ -99,7 +100,7 @@ def test_without_steps_there_are_no_rates() -> None:
 
 
 def test_committed_and_acceptance_lengths_differ_only_in_the_last_step() -> None:
-    from dflash_runtime.scheduling.request import SamplingParams
+    from dflash_runtime.scheduling.sampling_params import SamplingParams
     from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
     llm = bundled_llm(bundled_draft_model(), 7, max_num_requests=4)
@@ -113,7 +114,7 @@ def test_committed_and_acceptance_lengths_differ_only_in_the_last_step() -> None
 
 
 def test_steps_without_drafts_are_not_counted() -> None:
-    from dflash_runtime.scheduling.request import SamplingParams
+    from dflash_runtime.scheduling.sampling_params import SamplingParams
     from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 
     prompt = bundled_prompts()[0][:20]

@@ -21,7 +21,8 @@ from dflash_runtime.device import prefill
 from dflash_runtime.device.decode_graphs import START_REQUESTS, StepMode
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.width import AdaptiveWidth, StepTimes
 from dflash_runtime.warm_up import step_modes
 from dflash_testing.graphs import StandInGraphs, with_stand_ins

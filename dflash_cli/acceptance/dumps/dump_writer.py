@@ -32,7 +32,7 @@ from dflash_runtime.checkpoint.digests import hash_file
 from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointError, UsageError
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 CONVENTION = "tap i is the output of decoder layer i, counted from 0; after the last layer, before the final norm"
 FILES = "[0-9]*-[0-9]*.safetensors"

@@ -16,7 +16,7 @@ from dflash_cli.acceptance.intervals.resampling import linear_bounds, resampled_
 from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
 from dflash_runtime.notices import Notice
-from dflash_runtime.scheduling.request import RequestOutput
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.intervals.resampling import Floats
@@ -208,11 +208,6 @@ def _why_none(num_units: int, num_resamples: int) -> Notice | None:
 def _intervals(units: "Floats", *, confidence: float, num_resamples: int, seed: int) -> list[Interval]:
     bounds = resampled_bounds(units, confidence=confidence, num_resamples=num_resamples, seed=seed)
     return [Interval(float(low), float(high), confidence) for low, high in bounds]
-
-
-def count_steps(outputs: Sequence[RequestOutput]) -> StepCounts:
-    """Return the committed tokens and the number of verify steps of each request."""
-    return [(sum(output.acceptance_lengths), len(output.acceptance_lengths)) for output in outputs]
 
 
 def pooled_acceptance_len(counts: StepCounts) -> float:

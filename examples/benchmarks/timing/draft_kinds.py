@@ -16,7 +16,8 @@ from dflash_runtime.llm import LLM
 from timing.accounting import StepAccount, profile_steps
 from timing.engine_arms import PROFILED_STEPS, WARM_STEPS, Cell, ready_engine, wait
 from timing.gauges import Span
-from timing.pairs import RandomPair, model_configs, normal_weights
+from timing.pairs import RandomPair, normal_weights
+from timing.shape_configs import model_configs
 
 KINDS = ("dflash", "dflash2", "dspark", "dspark-anchor", "dspark-top64")
 RANK, TOP_K, TAPS, GROUP = 256, 16, 2, 16

@@ -12,12 +12,14 @@ import torch
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.device.settings import rows_of_a_step
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.warm_up import step_modes
 from timing.accounting import StepAccount, profile_steps
 from timing.forced import force_acceptance
 from timing.gauges import Span
-from timing.pairs import BLOCK, RandomPair, Shape, random_prompt
+from timing.pairs import RandomPair, random_prompt
+from timing.shapes import BLOCK, Shape
 
 WARM_STEPS = 8
 PROFILED_STEPS = 10

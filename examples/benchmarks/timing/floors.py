@@ -8,7 +8,7 @@ chooses it; the number of these is the expected one, with all experts equally li
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from timing.pairs import Shape
+from timing.shapes import Shape
 
 
 @dataclass(frozen=True)

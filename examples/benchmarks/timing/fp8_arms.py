@@ -9,7 +9,8 @@ from torch import Tensor
 from dflash_kernels.fp8_weight import FP8, to_fp8
 from dflash_runtime.checkpoint.layout import HEAD
 from dflash_runtime.device.loading import LoadedPair
-from timing.pairs import RandomPair, family_of
+from timing.pairs import RandomPair
+from timing.shape_configs import family_of
 
 FP8_BLOCK = (128, 128)
 """Rows and columns with one scale, as in Qwen3-8B-FP8."""

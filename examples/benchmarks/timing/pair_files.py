@@ -20,8 +20,11 @@ from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import target_shapes
 from dflash_runtime.models.weights import Weights, load_weights
-from timing.pairs import RandomPair, Shape, drawn_weights, family_of, hf_config, hf_draft_config, run_dtype
+from timing.arguments import run_dtype
+from timing.pairs import RandomPair, drawn_weights
 from timing.report import release, say
+from timing.shape_configs import family_of, hf_config, hf_draft_config
+from timing.shapes import Shape
 
 SHARD_BYTES = 4 * 2**30
 PAIR_HELP = "folder of the pair that our arms and vLLM read, which stays; it is written if it is empty"

@@ -12,8 +12,8 @@ from timing.engine_arms import RECURRENT_ROWS, Cell
 from timing.floors import Rates, StepFloor, least_ms
 from timing.fp8_arms import FP8_ARMS
 from timing.gauges import Gauges, Span
-from timing.pairs import BLOCK, Shape
 from timing.report import Recorder, Row, say
+from timing.shapes import BLOCK, Shape
 from timing.vllm_arm import VllmSettings
 
 OURS = ("plain", "dflash", "adaptive")

@@ -34,7 +34,9 @@ from dflash_runtime.models.text_part import causal_part, model_class
 from dflash_runtime.models.weights import Weights, stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.target_config import TargetConfig
-from timing.pairs import BLOCK, RandomPair, Shape, normal_weights, run_dtype, stacked_weights
+from timing.arguments import run_dtype
+from timing.pairs import RandomPair, normal_weights, stacked_weights
+from timing.shapes import BLOCK, Shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,9 +21,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+from timing.arguments import run_dtype
 from timing.engine_arms import wait
 from timing.forced import acceptance_rates
-from timing.pairs import MASK_FROM_END, Shape, hf_config, random_prompt, run_dtype
+from timing.pairs import random_prompt
+from timing.shape_configs import MASK_FROM_END, hf_config
+from timing.shapes import Shape
 
 NUM_WARM_STEPS = 3
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from timing.forced import acceptance_rates
-from timing.pairs import Shape
 from timing.report import last_errors, release, say
+from timing.shapes import Shape
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 VLLM_ARMS = ("vllm-plain", "vllm-dflash", "vllm-adaptive")

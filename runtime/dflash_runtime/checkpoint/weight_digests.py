@@ -127,11 +127,6 @@ class WeightDigest:
         return known
 
 
-def digest_weights(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> str:
-    """A digest of 32 digits over the named tensors, by default over all tensors; see `WeightDigest`."""
-    return WeightDigest(checkpoint, names).value
-
-
 def hash_ranges(file: Path, ranges: Sequence[Range]) -> dict[Range, str]:
     """The digest of each range of a file: the SHA-256 of the SHA-256s of its chunks. Reads in parallel.
 

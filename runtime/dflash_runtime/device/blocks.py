@@ -5,12 +5,14 @@ Axis letters: R requests, W verified rows per request.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dflash_kernels.sampling import Distribution
 from dflash_kernels.step_rows import StepRows
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.shared_rows import GivenRows
+from dflash_runtime.device.state import DeviceState
 from dflash_runtime.device.trees import VerifiedTree
 from dflash_runtime.drafts.token_masks import TokenMasks
 
@@ -25,6 +27,14 @@ class Sampling:
     seeds: Tensor
     mode: StepMode
     masks: TokenMasks | None = None
+
+    @classmethod
+    def of(cls, state: DeviceState, rows: Tensor, mode: StepMode, masks: TokenMasks | None) -> "Sampling":
+        """The parameters of state rows [R]. A greedy step reads no parameters: it gets the first R rows."""
+        chosen = slice(len(rows)) if mode.is_greedy else rows
+        return cls(
+            state.temperatures[chosen], state.top_ks[chosen], state.top_ps[chosen], state.seeds[chosen], mode, masks
+        )
 
     def filters(self) -> tuple[Tensor, Tensor, Tensor]:
         """Temperatures, top-ks and top-ps, in the order of the kernels' arguments, with one value per request."""
@@ -48,6 +58,14 @@ class Proposal:
     def empty(cls, anchors: Tensor) -> "Proposal":
         """The proposal of plain decoding: no draft tokens after anchors [R]."""
         return cls(anchors.new_empty((len(anchors), 0)))
+
+    def verified_ids(self, anchors: Tensor) -> Tensor:
+        """The token ids [R, W] that the target reads, with anchors [R, 1] first.
+
+        A draft may leave a position empty with a negative id, which is never accepted. The embedding lacks rows for
+        negative ids, so the target reads id 0.
+        """
+        return torch.cat((anchors, self.token_ids.clamp(min=0)), dim=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,11 @@ from dflash_runtime.drafts.token_masks import Matcher, ParserTokenizer, TokenMas
 from dflash_runtime.errors import RequestError, UnsupportedError
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.grammar import Grammar
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
+
+MOST_PARSED = 64
+"""The most grammars that stay parsed. A request with an older grammar parses it again when it starts."""
 
 
 class Grammars:
@@ -45,8 +49,7 @@ class Grammars:
         if params.grammar is None:
             return
         check_grammar(params)
-        if params.grammar not in self._parsed:
-            self._parsed[params.grammar] = self._parser_tokenizer.parse(params.grammar)
+        self._parse(params.grammar)
 
     @property
     def is_used(self) -> bool:
@@ -64,7 +67,7 @@ class Grammars:
 
     def masks_of(self, requests: Sequence[Request], num_rows: int) -> TokenMasks | None:
         """The masks of a step of these requests, padded to `num_rows`. None if none of them has a grammar."""
-        if not self.are_of(requests):
+        if not (self.is_used and self.are_of(requests)):
             return None
         self._matchers = {request: item for request, item in self._matchers.items() if request.row is not None}
         matchers = [self._matcher_of(request) for request in requests]
@@ -89,7 +92,15 @@ class Grammars:
 
     def _new_matcher(self, params: SamplingParams) -> Matcher:
         assert params.grammar is not None
-        return Matcher(self._parser_tokenizer, self._parsed[params.grammar], params.effective_stops)
+        return Matcher(self._parser_tokenizer, self._parse(params.grammar), params.effective_stops)
+
+    def _parse(self, grammar: Grammar) -> Any:
+        """llguidance's matcher of a grammar, which becomes the last to be forgotten."""
+        known = self._parsed.pop(grammar, None)
+        self._parsed[grammar] = self._parser_tokenizer.parse(grammar) if known is None else known
+        if len(self._parsed) > MOST_PARSED:
+            del self._parsed[next(iter(self._parsed))]
+        return self._parsed[grammar]
 
     @cached_property
     def _parser_tokenizer(self) -> ParserTokenizer:

@@ -29,7 +29,7 @@ from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.recurrent import PromptRecall, RecurrentStates
 from dflash_runtime.device.snapshot_pool import PromptKeeps
-from dflash_runtime.device.state import DeviceState, Uploader, row_of
+from dflash_runtime.device.state import DeviceState, Uploader, row_of, rows_of
 from dflash_runtime.models.layers import Recall
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
@@ -155,7 +155,7 @@ class PromptLayout:
             [segment.first_row + segment.num_rows for segment in plan.segments],
             [segment.context_len - segment.first_row for segment in plan.segments],
             [segment.table_row for segment in plan.segments],
-            [row_of(request) for request in ended],
+            rows_of(ended),
             [request.rows_to_prefill for request in ended],
             [request.remaining(self.max_model_len) for request in ended],
             [request.output_token_ids[-1] for request in ended[num_fresh:]],

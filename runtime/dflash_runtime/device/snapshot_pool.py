@@ -21,7 +21,7 @@ from dflash_kernels.delta_prompts import PromptChunks, chunk_ints
 from dflash_kernels.ragged_attention import Segment
 from dflash_kernels.state_snapshots import LayerMemories, PassedRows, Snapshots
 from dflash_kernels.step_rows import StepRows
-from dflash_runtime.device.state import DeviceState, Uploader, row_of
+from dflash_runtime.device.state import DeviceState, Uploader, row_of, rows_of
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
@@ -51,7 +51,7 @@ class SnapshotPool:
             return
         hits = [(row_of(request), *request.restored) for request in requests if request.restored is not None]
         rows, spares, *restored = upload.lists(
-            [row_of(request) for request in requests],
+            rows_of(requests),
             [NO_SLOT if request.spare is None else request.spare for request in requests],
             *([item[field] for item in hits] for field in range(3)),
         )

@@ -8,7 +8,7 @@ and their results have the old generation number.
 Axis letters: B rows of the state, R rows in a step, P pages, S stop ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from struct import pack, unpack
 
@@ -19,7 +19,8 @@ from dflash_kernels.row_changes import NUM_CHANGE_FIELDS, HeldRows
 from dflash_kernels.step_rows import RowState
 from dflash_kernels.suite import Kernels
 from dflash_runtime.scheduling.batch import PageAddition
-from dflash_runtime.scheduling.request import MAX_STOP_IDS, Request
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import MAX_STOP_IDS
 
 _NO_FIELDS = [0] * (NUM_CHANGE_FIELDS - 5 + MAX_STOP_IDS)
 
@@ -131,6 +132,11 @@ def row_of(request: Request) -> int:
     """The row of the device state that a request holds."""
     assert request.row is not None
     return request.row
+
+
+def rows_of(requests: Iterable[Request]) -> list[int]:
+    """The rows of the device state that requests hold."""
+    return [row_of(request) for request in requests]
 
 
 class Uploader:

@@ -118,7 +118,7 @@ def describe(runner: Runner) -> dict[str, Any]:
         "draft": _plain(draft),
         "dtype": str(runner.target_kv.dtype),
         "kv_dtype": str(runner.target_kv.pages.dtype),
-        "draft_sampling": "probabilistic" if runner.samples_drafts else "greedy",
+        "draft_sampling": "probabilistic" if runner.drafter.samples_drafts else "greedy",
         "most_exact_requests": None if runner.states is None else str(runner.states.most_exact),
         "num_draft_tokens": limits.num_draft_tokens,
         "row_budget": runner.acceptance is not None,

@@ -20,7 +20,7 @@ from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.recurrent import recall_alone
 from dflash_runtime.device.trees import TreeShape
-from dflash_runtime.drafts.draft import Draft, WalkingDraft, draft_places
+from dflash_runtime.drafts.draft import Draft, WalkingDraft, draft_places, to_target
 from dflash_runtime.models.placement import Placement, as_current
 from dflash_runtime.models.target import Target
 
@@ -97,8 +97,7 @@ class TextPages:
         if not isinstance(draft, WalkingDraft):
             return self._ids(draft, draft.logits(*inputs)), None
         drawn = draft.propose(*inputs, num_drafts, None)
-        ids = drawn.token_ids if draft.target_ids is None else draft.target_ids[drawn.token_ids]
-        return ids, drawn.confidences
+        return to_target(draft, drawn.token_ids), drawn.confidences
 
     @torch.inference_mode()
     def foretell(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> "Foretold":
@@ -159,8 +158,7 @@ class TextPages:
         return self._token_ids[((first + positions)[:, None] + after).clamp(max=len(self._token_ids) - 1)]
 
     def _ids(self, draft: Draft, logits: Tensor) -> Tensor:
-        ids = self._placement.kernels.argmax(logits.flatten(0, 1)).view(logits.shape[:2])
-        return ids if draft.target_ids is None else draft.target_ids[ids]
+        return to_target(draft, self._placement.kernels.argmax(logits.flatten(0, 1)).view(logits.shape[:2]))
 
     def _blocks(self, draft: Draft, cache: KVCache, anchors: Sequence[Anchor], num_drafts: int) -> Iterator[Tensor]:
         """Logits [R, K, V] of the anchors' blocks, as many at a time as memory allows.

@@ -19,7 +19,7 @@ from dflash_kernels.step_rows import Bounds, RowState, StepRows
 from dflash_kernels.suite import Kernels
 from dflash_kernels.tree_path import PathRecords
 from dflash_runtime.device.recurrent import RecurrentStates
-from dflash_runtime.drafts.draft import Draft, SelectingDraft
+from dflash_runtime.drafts.draft import Draft, SelectingDraft, to_target
 from dflash_runtime.models.layers import Attend
 
 
@@ -90,8 +90,7 @@ class TreeShape:
             log_probs = self._cut(scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1))
         else:
             token_ids, log_probs = self._best(kernels, draft.logits(block_ids, positions, attend, num_drafts))
-        token_ids = token_ids if draft.target_ids is None else draft.target_ids[token_ids]
-        return kernels.build_tree(log_probs, token_ids, self.num_nodes)
+        return kernels.build_tree(log_probs, to_target(draft, token_ids), self.num_nodes)
 
     def _cut(self, log_probs: Tensor) -> Tensor:
         """Log-probabilities [R, K, C, C] with -inf for all but the most likely candidates of each row."""

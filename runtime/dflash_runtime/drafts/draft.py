@@ -177,6 +177,11 @@ def load_draft_weights(source: DraftLike, placement: Placement) -> Weights:
     return load_weights(source.checkpoint, owned_tensors(source), placement, as_stored=CONFIDENCE)
 
 
+def to_target(draft: Draft, draft_ids: Tensor) -> Tensor:
+    """Return the target's ids of the draft's token ids, of any shape."""
+    return draft_ids if draft.target_ids is None else draft.target_ids[draft_ids]
+
+
 def draft_places(draft: Draft, vocab_size: int) -> Tensor | None:
     """Return the draft's id of every target id [V], or -1 without one. None if both models have the same ids."""
     if draft.target_ids is None:

@@ -22,7 +22,8 @@ from dflash_runtime.errors import HandoffMismatch, InvalidConfig, InvalidHandoff
 from dflash_runtime.json_values import as_object
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.notices import Notice
-from dflash_runtime.scheduling.request import INT64, FinishReason, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.sampling_params import INT64, SamplingParams
 
 TARGET_PAGES, DRAFT_PAGES = "target", "draft"
 """Names of the tensors with the KV pages of the two models."""

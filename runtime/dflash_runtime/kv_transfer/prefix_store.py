@@ -25,7 +25,8 @@ from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff, TensorSpec
 from dflash_runtime.kv_transfer.stored_pages import StoredPages
 from dflash_runtime.scheduling.prefix_cache import page_digest
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 NUM_THREADS = 4
 

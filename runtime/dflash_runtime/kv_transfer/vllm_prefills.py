@@ -40,7 +40,7 @@ from dflash_runtime.errors import (
 from dflash_runtime.kv_transfer.connector import LoadingConnector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ A hosted target is a target that transformers' code runs, over our pages or with
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,16 +49,42 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
     hub_kernels._kernels_enabled = False  # with the package kernels installed, modelling code would fetch code
     path, quantization = source.checkpoint.path, read_quantization(source)
     is_fp8 = quantization is not None and quantization.method == "fp8"
+    unpacking = unpacking_blocks(source.checkpoint, placement.dtype) if is_fp8 else nullcontext()
+    with _explained(path, config, placement, attention), quietly(), unpacking:
+        settings = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        if quantization is not None and quantization.is_unpacked:
+            _ask_to_unpack(settings)
+        loaded: Any = (model_class(settings) or AutoModelForCausalLM).from_pretrained(
+            path, config=settings, dtype=placement.dtype, attn_implementation=attention, trust_remote_code=False,
+            use_safetensors=True, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
+            **_device_arguments(placement, quantization),
+        )  # fmt: skip
+    model, info = loaded
+    is_wrapped = settings.get_text_config(decoder=True) is not settings
+    _check_tensors(model, info, config, source.checkpoint, is_wrapped=is_wrapped)
+    if quantization is not None and quantization.is_unpacked:
+        widen(model, placement.dtype)
+    if is_fp8:
+        compare_weights(model, source.checkpoint)
+    _check_dtype(model, config, placement.dtype)
+    is_placed = placement.spread is not None or (quantization is not None and not quantization.is_unpacked)
+    if quantization is not None and quantization.method == "compressed-tensors" and not is_placed:
+        leave_weights_in_place(model)
+    placed: PreTrainedModel = (model if is_placed else model.to(placement.device)).eval()
+    return causal_part(placed)
+
+
+@contextmanager
+def _explained(path: Path, config: TargetConfig, placement: Placement, attention: str) -> Iterator[None]:
+    """Turn errors of transformers in the block into our errors.
+
+    Raises:
+        UsageError: the device map does not cover every module.
+        UnsupportedError: the model's code does not know `attention`.
+        CheckpointError: transformers does not load the target for another reason.
+    """
     try:
-        with quietly(), unpacking_blocks(source.checkpoint, placement.dtype) if is_fp8 else nullcontext():
-            settings = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-            if quantization is not None and quantization.is_unpacked:
-                _ask_to_unpack(settings)
-            loaded: Any = (model_class(settings) or AutoModelForCausalLM).from_pretrained(
-                path, config=settings, dtype=placement.dtype, attn_implementation=attention, trust_remote_code=False,
-                use_safetensors=True, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True,
-                **_device_arguments(placement, quantization),
-            )  # fmt: skip
+        yield
     except torch.OutOfMemoryError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError) as error:
@@ -79,19 +106,6 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
             path=path,
             found=first_line(error),
         ) from error
-    model, info = loaded
-    is_wrapped = settings.get_text_config(decoder=True) is not settings
-    _check_tensors(model, info, config, source.checkpoint, is_wrapped=is_wrapped)
-    if quantization is not None and quantization.is_unpacked:
-        widen(model, placement.dtype)
-    if is_fp8:
-        compare_weights(model, source.checkpoint)
-    _check_dtype(model, config, placement.dtype)
-    is_placed = placement.spread is not None or (quantization is not None and not quantization.is_unpacked)
-    if quantization is not None and quantization.method == "compressed-tensors" and not is_placed:
-        leave_weights_in_place(model)
-    placed: PreTrainedModel = (model if is_placed else model.to(placement.device)).eval()
-    return causal_part(placed)
 
 
 def _check_tensors(

@@ -11,7 +11,8 @@ from dflash_cli.generation.answers import Answer, Event
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.token_meter import TokenMeter
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 
 def output(index: int, lengths: list[int]) -> RequestOutput:

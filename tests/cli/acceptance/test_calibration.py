@@ -12,7 +12,8 @@ from dflash_cli.acceptance.calibration import (
     predict_blocks,
     predict_online,
 )
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 K = 4
 

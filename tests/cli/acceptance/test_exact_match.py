@@ -9,7 +9,8 @@ from dflash_cli.acceptance.exact_match import final_number, parse_number, score
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.prompts import PromptRow
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from dflash_cli.acceptance.journal import HINTS, Journal
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.errors import MISSING, UsageError
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_testing.refusals import refuses
 
 SETTINGS = {"draft_digest": "a", "seed": 0}

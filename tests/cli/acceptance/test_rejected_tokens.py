@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from dflash_cli.acceptance.rejected_tokens import MOST, find_rejected
-from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import DraftStep, FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_testing import checkpoints as support
 
 

@@ -13,7 +13,8 @@ from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import open_session
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.documents import to_json
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.dumps import EXACT, TAPS, bundled_rows, draft_of, dump_to, replayed, request_for, rows_of
 from dflash_testing.paths import GOLDEN
 

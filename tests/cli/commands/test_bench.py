@@ -87,7 +87,7 @@ def test_tokens_a_step_are_the_engines_acceptance() -> None:
     llm = bundled_llm(bundled_draft_model(), 7)
     request = SpeedRequest(prompts=[prompt], batches=[1], max_new_tokens=24, num_rounds=1)
     (speed,) = measure_speeds(llm.pair, request)
-    from dflash_runtime.scheduling.request import SamplingParams
+    from dflash_runtime.scheduling.sampling_params import SamplingParams
 
     (output,) = llm.generate([prompt], SamplingParams(max_new_tokens=24, ignore_eos=True))
     assert speed.speculative.tokens_per_step == pytest.approx(23 / len(output.committed_lengths), rel=0.35)

@@ -15,7 +15,7 @@ from dflash_cli.generation import loaded_pair
 from dflash_cli.generation.prompts import PromptRow, gather_rows
 from dflash_cli.main import app
 from dflash_runtime.errors import GateFailed, UsageError
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.refusals import refuses

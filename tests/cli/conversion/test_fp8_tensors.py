@@ -18,7 +18,8 @@ from dflash_runtime.device.loading import load_pair
 from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.models.target import TargetEnds
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import (
     bundled_draft,

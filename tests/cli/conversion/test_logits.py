@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.conversion.execute import convert_draft
-from dflash_cli.conversion.logits import draft_logits, verify_logits
+from dflash_cli.conversion.logits import DraftBlock, verify_logits
 from dflash_cli.conversion.plan import plan_conversion
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_kernels.suite import REFERENCE
@@ -40,7 +40,7 @@ def real_logits(draft: DraftCheckpoint, target: Target, prompt: list[int], ancho
         ids, positions = torch.tensor(prompt), torch.arange(len(prompt))
         _, features = target(ids, positions, attend, draft.config.target_layer_ids)
         assert features is not None
-        return draft_logits(draft, target, features, anchor)[0]
+        return DraftBlock.after(draft, target, features, anchor).logits()
 
 
 @pytest.mark.parametrize("name", support.LOGIT_CASES)

@@ -11,7 +11,8 @@ from dflash_cli.generation.answers import Answer, Event
 from dflash_cli.generation.outputs import POSITION_STYLES, RowSink, TextSink, trace_lines, visible
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_runtime.scheduling.request import DraftStep, FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import DraftStep, FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 
 def finished(row: PromptRow, text: str, turn: int = 0) -> Event:

@@ -14,7 +14,7 @@ import pytest
 from dflash_cli.probing import http_client
 from dflash_cli.probing.http_client import HttpClient, ServerUnreachable, TimeIsUp
 from dflash_cli.probing.inference_server import SERVERS, Asked, ServerFacts, server_engines
-from dflash_cli.probing.server_counters import read_counters
+from dflash_cli.probing.server_counters import read_metrics
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.metrics import MAX_DRAFT_TOKENS
 from dflash_testing.deadline import deadline
@@ -160,4 +160,4 @@ def test_a_description_drops_values_of_other_types() -> None:
 def test_counters_that_no_server_has_are_refused(line: str) -> None:
     names = {"num_drafts": "d", "per_pos_accepted": "d"}
     with refuses(UnsupportedError, "not-prometheus"):
-        read_counters(f"# TYPE d counter\nd 1\n{line}\n", names, "there")
+        read_metrics(f"# TYPE d counter\nd 1\n{line}\n", names, "there")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from dflash_cli.probing.inference_server import SERVERS, server_engines
-from dflash_cli.probing.server_counters import ServerCounters, read_counters
+from dflash_cli.probing.server_counters import ServerCounters, read_metrics
 from dflash_runtime.errors import UnsupportedError
 from dflash_testing.fake_engines import FakeEngine, Text
 from dflash_testing.refusals import refuses
@@ -24,7 +24,7 @@ def names(engine: str) -> Mapping[str, str]:
 def counted(style: str, text: str | None = None) -> ServerCounters:
     engine = FakeEngine(style=style)  # type: ignore[arg-type]
     engine.count(TEXT)
-    found = read_counters(text or METRICS[style](engine), names(style), "metrics")
+    found = read_metrics(text or METRICS[style](engine), names(style), "metrics").counters
     assert found is not None
     return found
 
@@ -60,7 +60,7 @@ def test_counters_of_several_engines_of_one_server_are_added_up() -> None:
 
 
 def test_counters_of_llama_cpp_have_positions_from_the_first_drafted_answer_on() -> None:
-    before = read_counters(METRICS["llama.cpp"](FakeEngine(style="llama.cpp")), names("llama.cpp"), "metrics")
+    before = read_metrics(METRICS["llama.cpp"](FakeEngine(style="llama.cpp")), names("llama.cpp"), "metrics").counters
     assert before is not None
     assert before.per_pos_accepted == ()
     risen = counted("llama.cpp").since(before)
@@ -75,13 +75,13 @@ def test_counters_of_sglang_have_neither_accepted_tokens_nor_positions() -> None
 
 
 def test_without_a_count_of_drafts_there_are_no_counters() -> None:
-    assert read_counters(METRICS["vllm"](FakeEngine(has_draft=False)), names("vllm"), "metrics") is None
-    assert read_counters("", names("vllm"), "metrics") is None
+    assert read_metrics(METRICS["vllm"](FakeEngine(has_draft=False)), names("vllm"), "metrics").counters is None
+    assert read_metrics("", names("vllm"), "metrics").counters is None
 
 
 def test_malformed_counters_are_refused_on_one_line() -> None:
     with refuses(UnsupportedError, "not-prometheus", path="http://x/metrics") as error:
-        read_counters('vllm:spec_decode_num_drafts_total{engine="0 what\n', names("vllm"), "http://x/metrics")
+        read_metrics('vllm:spec_decode_num_drafts_total{engine="0 what\n', names("vllm"), "http://x/metrics")
     assert "\n" not in error.value.message
 
 

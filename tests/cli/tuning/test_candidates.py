@@ -13,7 +13,7 @@ from dflash_cli.tuning.candidate_runs import measure_candidate
 from dflash_cli.tuning.candidates import Candidate, candidates_for, default_numbers
 from dflash_cli.tuning.speed import smallest
 from dflash_runtime.errors import RequestError, UsageError
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.dumps import EXACT, bundled_rows, rows_of
 from dflash_testing.refusals import refuses
 

@@ -15,7 +15,8 @@ from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.speedups import Choice, batch_schedule, choose, overall_best, speedup
 from dflash_cli.tuning.step_costs import StepCosts, Times
 from dflash_cli.tuning.tuning_report import advice, caveats
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_testing.evaluations import evaluation_run
 
 DOES_NOT_PAY = "does not pay"

@@ -22,7 +22,7 @@ from dflash_runtime.documents import to_json
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError, CheckpointError, DFlashError, UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.own_cluster import OwnCluster
 from dflash_testing.refusals import refuses
 

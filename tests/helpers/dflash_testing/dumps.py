@@ -13,7 +13,7 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, tiny_
 from dflash_cli.generation.loaded_pair import open_session
 from dflash_cli.generation.prompts import PromptRow, gather_rows
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 TAPS = (0, 2, 3, 4)
 EXACT = EngineConfig(device="cpu", dtype="float64")

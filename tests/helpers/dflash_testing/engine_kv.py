@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.handoffs import MemoryConnector
 

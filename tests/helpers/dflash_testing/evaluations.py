@@ -13,7 +13,8 @@ from dflash_cli.checkpoints.checkpoint_identity import Identity
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import EvaluationRun
 from dflash_runtime.documents import to_json
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 CATEGORIES = ("code", "talk & <b>more</b>")
 HOSTILE = "</td><script>alert(1)</script>"

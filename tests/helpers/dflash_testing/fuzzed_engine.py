@@ -13,7 +13,8 @@ from dflash_runtime.kv_transfer.file_connector import HEADER, TENSORS
 from dflash_runtime.kv_transfer.handoff import TensorSpec
 from dflash_runtime.kv_transfer.stored_pages import StoredPages
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.hybrid_pair import random_hybrid_target
 from dflash_testing.pairs import random_draft, random_llm, random_target

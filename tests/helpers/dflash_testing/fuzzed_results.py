@@ -27,7 +27,8 @@ from dflash_cli.publishing.card_insertion import insert_card
 from dflash_cli.publishing.model_card import ModelCard
 from dflash_runtime.checkpoint.digests import hash_file
 from dflash_runtime.documents import copy_fields, to_json
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_testing.evaluations import drawn_evaluation, evaluation_run
 from dflash_testing.reader_fuzzing import Read, Reader, as_json, file_reader
 

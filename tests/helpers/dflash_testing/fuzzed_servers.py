@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_cli.probing.http_client import HttpClient
 from dflash_cli.probing.inference_server import SERVERS, Asked, server_engines
-from dflash_cli.probing.server_counters import read_counters
+from dflash_cli.probing.server_counters import read_metrics
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import DFlashError
@@ -61,7 +61,7 @@ def of_servers(home: Path) -> dict[str, Reader]:
 
 def _metrics_of(engine: str) -> Read:
     names = SERVERS[engine].counter_names
-    return lambda data: read_counters(data.decode("utf-8", errors="replace"), names, "there")
+    return lambda data: read_metrics(data.decode("utf-8", errors="replace"), names, "there")
 
 
 def _answers_of(engine: str) -> Read:

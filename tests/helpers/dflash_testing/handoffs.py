@@ -9,7 +9,8 @@ from typing import Any
 from dflash_runtime.errors import PeerUnreachable
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.pairs import bundled_llm, bundled_prompts
 from dflash_testing.walking_drafts import KINDS, draft_model

@@ -1,16 +1,22 @@
-"""A smaller search for another reading, for faults large enough to show with fewer prompts and anchors."""
+"""A smaller search for another reading, and results of readings from numbers alone."""
+
+from typing import Any
 
 import pytest
 
 from dflash_cli.diagnosis import further_training, readings
+from dflash_cli.diagnosis.alternatives import AlternativeReading
+from dflash_cli.diagnosis.reading_results import ReadingResult
 from dflash_cli.diagnosis.run_settings import SearchBudget
+from dflash_testing.pairs import bundled_draft
 
 
 def shorten_search(monkeypatch: pytest.MonkeyPatch, *factors: str) -> None:
     """Use half or less of the new prompts, anchors, sampled leads, rare mask ids, suspect parts and runs.
 
-    The screen still tries every reading of the config, or every reading of these factors. A search of few factors has
-    a quarter of the anchors and sampled leads, and half of the lengths of a training step.
+    This is enough for large faults. The screen still tries every reading of the config, or every reading of these
+    factors. A search of few factors has a quarter of the anchors and sampled leads, and half of the lengths of a
+    training step.
     """
     lead_len, few, many = (12, 12, 48) if factors else (24, 24, 96)
     defaults = SearchBudget.__init__.__kwdefaults__ or {}
@@ -26,3 +32,9 @@ def shorten_search(monkeypatch: pytest.MonkeyPatch, *factors: str) -> None:
     monkeypatch.setattr(readings, "MANY_ANCHORS", many)
     if factors:
         monkeypatch.setattr(further_training, "LENGTHS", further_training.LENGTHS[1::2])
+
+
+def result(own: float, length: float, low: float, factor: str = "rope", **changes: Any) -> ReadingResult:
+    """A reading with this acceptance length, of a draft with `own`. The gain is sure if `low` is positive."""
+    reading = AlternativeReading(factor, f"another {factor}", bundled_draft().config, **changes)
+    return ReadingResult(reading, length, length - own, p_value=0.001 if low > 0 else 0.5)

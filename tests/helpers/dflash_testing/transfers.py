@@ -22,7 +22,7 @@ from dflash_runtime.errors import DFlashError
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, TransferRole
 from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.kv_transfer.handoff import Handoff
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.processes import are_gone
 
 ROLES: tuple[TransferRole, TransferRole] = ("prefill", "decode")

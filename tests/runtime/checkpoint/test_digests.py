@@ -9,7 +9,7 @@ import pytest
 
 from dflash_runtime.checkpoint import digests
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.weight_digests import digest_weights
+from dflash_runtime.checkpoint.weight_digests import WeightDigest
 
 LARGE = 2**20 + 64
 TENSORS = {
@@ -54,7 +54,7 @@ ALL: Mapping[str, Callable[[Checkpoint], str]] = {
     "ends": lambda checkpoint: digests.digest_rows(
         [checkpoint.tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")], with_shapes=True
     ),
-    "weights": digest_weights,
+    "weights": lambda checkpoint: WeightDigest(checkpoint).value,
 }
 VALUES = {
     "files": "36f0bbd451fa7892",

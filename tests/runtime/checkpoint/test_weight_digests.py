@@ -11,7 +11,7 @@ import pytest
 
 from dflash_runtime.checkpoint import weight_digests
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.weight_digests import WeightDigest, digest_weights, hash_ranges
+from dflash_runtime.checkpoint.weight_digests import WeightDigest, hash_ranges
 from dflash_runtime.errors import CheckpointError
 from dflash_testing.checkpoints import write_checkpoint
 
@@ -48,6 +48,10 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(weight_digests, "hash_ranges", counted)
     return reads
+
+
+def digest_weights(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> str:
+    return WeightDigest(checkpoint, names).value
 
 
 def change(file: Path, at: int) -> None:

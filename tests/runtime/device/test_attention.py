@@ -17,7 +17,7 @@ from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError, UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.limits import Limits
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import CPU, bundled_draft_model, bundled_llm, placement, random_draft_config, random_target
 from dflash_testing.refusals import refuses
 

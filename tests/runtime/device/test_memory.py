@@ -41,7 +41,8 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.models.placement import Placement, Spread
 from dflash_runtime.models.target import target_bytes
 from dflash_runtime.scheduling.limits import RIDGE_ROWS, Limits
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.target_config import ExpertsConfig, OwnCache, RecurrenceConfig, TargetConfig
 from dflash_testing import checkpoints as support
 from dflash_testing.graphs import with_stand_ins

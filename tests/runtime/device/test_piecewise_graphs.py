@@ -9,7 +9,8 @@ import torch
 from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
 from dflash_runtime.device.row_buckets import LEAST_ROWS, MOST_ROWS, bucket_of_rows, piecewise_rows, row_buckets
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.target_config import TargetConfig
 from dflash_testing.graphs import with_stand_ins
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target

@@ -10,7 +10,8 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling import limits, step_load
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.limits import RIDGE_GRAIN, RIDGE_ROWS, rows_to_ridge
-from dflash_runtime.scheduling.request import RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.graphs import StandInGraphs, with_stand_ins
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 from dflash_testing.widths import ListedWidths

@@ -5,7 +5,8 @@ import torch
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.recurrent import STATES, RecurrentStates
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.target_config import RecurrenceConfig
 
 CPU = torch.device("cpu")

@@ -5,7 +5,8 @@ import torch
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.state import DeviceState, Uploader
 from dflash_runtime.scheduling.batch import PageAddition
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 PAGE, FULL_WIDTH = 16, 8

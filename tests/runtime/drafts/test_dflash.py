@@ -18,7 +18,8 @@ from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.weights import stack_projections
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import (
     bundled_draft_model,
     bundled_llm,

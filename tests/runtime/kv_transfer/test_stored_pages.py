@@ -14,7 +14,8 @@ from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import TensorSpec
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_runtime.kv_transfer.stored_pages import StoredPages
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 PAGE = 4
 SHAPE = (2, 2, PAGE, 8)

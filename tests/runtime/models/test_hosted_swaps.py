@@ -17,7 +17,7 @@ from dflash_runtime.models.agreement import agree, error_of, tolerance_of
 from dflash_runtime.models.hosted_swaps import Swaps, swap_modules
 from dflash_runtime.models.layers import Linear
 from dflash_runtime.models.swapped_modules import Call, Setting, SwappedLinear
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hosted_models import DEFAULT, SERVED, host, make_model, plain_text
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 

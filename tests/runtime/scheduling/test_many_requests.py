@@ -8,7 +8,8 @@ from dflash_runtime.scheduling.expected_room import ExpectedRoom
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target
 

@@ -8,7 +8,9 @@ import torch
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
-from dflash_runtime.scheduling.request import Request, RequestOutput, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.request_output import RequestOutput
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.walking_drafts import ALL, draft_model
 

@@ -12,7 +12,8 @@ from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError, RequestError, UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason, Request
+from dflash_runtime.scheduling.sampling_params import MAX_STOP_IDS, SamplingParams
 from dflash_testing.pairs import always_right, bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.refusals import refuses
 

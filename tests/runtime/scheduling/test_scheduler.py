@@ -12,7 +12,8 @@ from dflash_runtime.scheduling.batch import Batch, StepOutput
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
-from dflash_runtime.scheduling.request import FinishReason, Request, SamplingParams
+from dflash_runtime.scheduling.request import FinishReason, Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.scheduler import OutOfPages, Scheduler
 from dflash_testing.refusals import refuses
 

@@ -13,7 +13,8 @@ from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache, page_digests
 from dflash_runtime.scheduling.related_texts import RelatedTexts
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.scheduler import Scheduler
 
 PAGE = 4

@@ -6,7 +6,8 @@ import pytest
 
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
-from dflash_runtime.scheduling.request import Request, SamplingParams, SnapshotAt
+from dflash_runtime.scheduling.request import Request, SnapshotAt
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.snapshots import Lookup, SnapshotIndex, branches_and_ends
 
 PAGE = 4

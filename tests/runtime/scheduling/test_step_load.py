@@ -5,7 +5,8 @@ import pytest
 from dflash_runtime.scheduling.limits import RIDGE_ROWS, Limits
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_runtime.scheduling.step_load import REQUESTS_PER_PROMPT, StepLoad
 

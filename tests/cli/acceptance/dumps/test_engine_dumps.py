@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from dflash_cli.acceptance.dumps.dump_format import Dump, open_dump
 from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, UnknownFormat, UsageError
 from dflash_runtime.notices import Notice
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.dumps import bundled_rows, dump_to, replayed, request_for
 from dflash_testing.engine_dumps import save_as_sglang, save_as_vllm
 from dflash_testing.refusals import refuses

@@ -17,7 +17,8 @@ from dflash_cli.acceptance.intervals.statistics import (
 )
 from dflash_runtime.documents import to_json
 from dflash_runtime.notices import Notice
-from dflash_runtime.scheduling.request import FinishReason, RequestOutput
+from dflash_runtime.scheduling.request import FinishReason
+from dflash_runtime.scheduling.request_output import RequestOutput
 
 
 def test_pooled_length_is_tokens_over_steps() -> None:
