@@ -20,9 +20,9 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_runtime.device.memory_estimate import estimate_memory, plan_for_gpu
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
-from dflash_runtime.scheduling.request import SamplingParams
+from dflash_runtime.scheduling.sampling_params import SamplingParams
+from timing.arguments import add_shape_options, open_device, shape_of
 from timing.pair_files import PAIR_HELP, written_pair
-from timing.pairs import add_shape_options, open_device, shape_of
 from timing.report import Recorder, Row, release, table
 
 ANSWER = 64

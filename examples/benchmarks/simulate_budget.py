@@ -21,12 +21,14 @@ if __name__ == "__main__":
 
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.acceptance_model import OnlineAcceptance
-from dflash_runtime.scheduling.request import Request, SamplingParams
+from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.row_budget import BestBudget, give_rows
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.width import StepTimes
+from timing.arguments import counts
 from timing.forced_kinds import Feature, KindTables
-from timing.pairs import BLOCK, counts
 from timing.report import table
+from timing.shapes import BLOCK
 
 MS = {
     8: {1: 4.4, 2: 5.4, 4: 5.6, 6: 5.9, 8: 6.9, 12: 7.2, BLOCK: 7.6},
