@@ -13,7 +13,7 @@ from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_report import Evaluation
-    from dflash_cli.acceptance.replay import ReplayRequest
+    from dflash_cli.acceptance.replay_request import ReplayRequest
     from dflash_cli.checkpoints.opening import Overrides
 
 
@@ -89,6 +89,7 @@ def open_replay(
         CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: a file is missing or cannot be read.
     """
     from dflash_cli.acceptance.dumps.dump_format import open_dump
+    from dflash_cli.acceptance.replay_request import ReplayRequest
     from dflash_cli.checkpoints.opening import NO_OVERRIDES, open_draft, open_target
     from dflash_cli.generation.threads import use_threads
 
@@ -105,10 +106,7 @@ def open_replay(
     if dump.note is not None:
         console.warn(dump.note)
     target = None if options.head_from is None else open_target(fetch_directory(options.head_from, Role.TARGET))
-    use_threads(threads, config.device, [opened.checkpoint])
-    from dflash_cli.acceptance.replay import ReplayRequest
-
-    return ReplayRequest(
+    request = ReplayRequest(
         draft=opened,
         draft_reference=draft or TINY,
         dump=dump,
@@ -117,6 +115,8 @@ def open_replay(
         every=options.every,
         overrides=overrides,
     )
+    use_threads(threads, config.device, [opened.checkpoint])
+    return request
 
 
 def run_replay(request: "ReplayRequest") -> "Evaluation":

@@ -28,14 +28,14 @@ from dflash_cli.terminal import console
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.pair import TargetSource, check_pair
 from dflash_runtime.checkpoint.tokenizer import find_stop_ids
-from dflash_runtime.device.attention import check_trees
+from dflash_runtime.device.early_refusals import refuse_early
 from dflash_runtime.documents import copy_fields, fields_of
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.limits import resolve_model_len, resolve_num_drafts
 from dflash_runtime.scheduling.request import SamplingParams
-from dflash_runtime.target_config import TargetConfig, TargetFacts
+from dflash_runtime.target_config import TargetFacts
 
 if TYPE_CHECKING:
     import torch
@@ -298,7 +298,7 @@ def open_pair(
         UsageError: the references do not name a pair, or the config asks for more than the pair can do. Opening
             raises further errors.
         PairMismatch: the draft was not made for the target.
-        UnsupportedError: the pair cannot verify trees, and `config` asks for them.
+        UnsupportedError, TensorMismatch: see `refuse_early`.
     """
     needs_draft = config.num_draft_tokens != 0 and not config.is_lookup
     pair = complete_pair(draft, target, find=fetch_directory, needs_draft=needs_draft)
@@ -314,9 +314,9 @@ def open_pair(
     facts = target_source.facts
     if draft_checkpoint is not None:
         check_pair(draft_checkpoint, target_source)
+    refuse_early(target_source, draft_checkpoint, config)
+    if draft_checkpoint is not None:
         tell_notes(draft_checkpoint, facts)
-    if config.num_tree_nodes:
-        check_trees(facts if isinstance(facts, TargetConfig) else None, draft_config)
     if facts.max_position_embeddings is not None:
         resolve_model_len(config, facts.max_position_embeddings, draft_config)
     if params is not None:

@@ -33,7 +33,7 @@ from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, U
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_runtime.lossless import Lossless, check_lossless
-from dflash_runtime.models.target_shares import OPTION
+from dflash_runtime.models.rank_sizes import OPTION
 from dflash_runtime.notices import Notice
 from dflash_runtime.rank_messages import Message, RankRequest, Regrets, Run, Text, WarmUp
 from dflash_runtime.rank_processes import RankProcesses
