@@ -238,9 +238,18 @@ def _bundled(reference: str, role: Role) -> Path | None:
 
 
 def _download(reference: str, *, is_local: bool = False) -> Path:
-    """The snapshot of a repository in the hub's cache. It is downloaded unless `is_local`."""
+    """The snapshot of a repository in the hub's cache. It is downloaded unless `is_local`.
+
+    Raises:
+        CheckpointNotFound, HubUnreachable: see `hub.explained`.
+        CheckpointError: the repository lacks config.json.
+    """
     repo, _, revision = reference.partition("@")
     with explained(repo, revision or None):
         found = download_snapshot(repo, revision or None, DOWNLOADED, is_local=is_local)
     logger.info("%s: in the cache, %s", reference, found)
+    if not is_local and not os.path.lexists(found / "config.json"):
+        from dflash_cli.checkpoints.remote_headers import RemoteCheckpoint, list_repo
+
+        RemoteCheckpoint(list_repo(reference))  # says what the repository has instead
     return found
