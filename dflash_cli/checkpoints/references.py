@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from dflash_cli.checkpoints.hub import download_snapshot, explained
 from dflash_cli.checkpoints.slow_answers import HubUnreachable
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.files import Checkpoint, instead_of_config
 from dflash_runtime.checkpoint.gguf import find_gguf
 from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
-from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_runtime.errors import CheckpointNotFound, FileUnreadable, UsageError
 from dflash_runtime.phrases import closest
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def check_is_checkpoint(path: Path) -> None:
 
     Raises:
         CheckpointNotFound: a file, or a directory without config.json. The hint names checkpoints in its folders.
+        FileUnreadable: the system does not give the directory to this user.
     """
     if find_gguf(path) is not None:
         return
@@ -119,11 +120,18 @@ def check_is_checkpoint(path: Path) -> None:
             expected=expected,
             hint=f"pass its folder: {path.parent}",
         )
-    if not os.path.lexists(path / "config.json"):
+    try:
+        names = frozenset(item.name for item in path.iterdir())
+    except OSError as error:
+        raise FileUnreadable.of(path, error) from error
+    if "config.json" not in names:
         found = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
         below = ", ".join(str(item.parent) for item in found[:8])
-        hint = f"checkpoints beneath it: {below}" if below else None
-        raise CheckpointNotFound("not found", id="config-missing", path=path / "config.json", hint=hint)
+        hint = f"checkpoints beneath it: {below}" if below else "pass a directory with config.json and weights"
+        raise CheckpointNotFound(
+            "not found, expected a checkpoint's config", id="config-missing", path=path / "config.json",
+            expected="a checkpoint's config", hint=instead_of_config(names) or hint,
+        )  # fmt: skip
 
 
 def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) -> "Location":

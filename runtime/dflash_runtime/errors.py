@@ -91,6 +91,19 @@ class CheckpointError(DFlashError):
     exit_code = 3
 
 
+class FileUnreadable(CheckpointError):
+    """A file or folder that exists, and that the system does not give to this user"""
+
+    exit_code = 4
+
+    @classmethod
+    def of(cls, path: object, error: OSError) -> "FileUnreadable":
+        """Return the error for the system's `error` at reading `path`."""
+        reason = (error.strerror or type(error).__name__).lower()
+        hint = "give this user the right to read it" if isinstance(error, PermissionError) else None
+        return cls(f"cannot be read: {reason}", id="file-unreadable", path=path, found=reason, hint=hint)
+
+
 class InvalidConfig(CheckpointError):
     """A missing or wrong field of a config."""
 

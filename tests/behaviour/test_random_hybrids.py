@@ -38,7 +38,7 @@ def run(case: HybridCase, llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Re
     """Run all prompts at once, and preempt the youngest request from time to time."""
     if case.has_widths:
         llm.engine.scheduler.width_policy = RandomWidths(case.seed, case.num_drafts + 1)
-    return run_preempted(llm, prompts, case.params, every=case.forced)
+    return run_preempted(llm, prompts, case.params, every=case.forced or 0)
 
 
 def sampled_text(case: HybridCase, folder: Path, index: int, prompt: list[int]) -> list[int]:

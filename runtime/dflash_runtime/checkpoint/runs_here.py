@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
+from dflash_runtime.checkpoint.files import ADAPTER
 from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8, stated_quantization
 from dflash_runtime.checkpoint.gemma4_config import GEMMA4, read_gemma4_config
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
@@ -63,9 +64,6 @@ TRIAL_WORDS = {
     "target-head": "its head does more to its logits than scale and cap them",
 }
 """Refusals after a trial that depend on a model's code, not on its sizes -> the reason in words."""
-
-ADAPTER = "adapter_config.json"
-"""If this file exists, transformers loads the model that it names instead of the checkpoint's."""
 
 CONFIG_READERS: Mapping[str, Callable[[Mapping[str, Any], Path], TargetConfig]] = {
     **dict.fromkeys(HYBRIDS, read_hybrid_config),
