@@ -227,7 +227,8 @@ class Journal:
                 self._output.write(json_line(row))
                 self._output.flush()
             except OSError as error:
-                error.add_note(how_to_continue(self._output.path))
+                if not is_stream(self._output.path):
+                    error.add_note(how_to_continue(self._output.path))
                 raise
 
     def _take(self, path: Path, stored: _Stored) -> None:
