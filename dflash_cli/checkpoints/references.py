@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from dflash_cli.checkpoints.hub import download_snapshot, explained
 from dflash_cli.checkpoints.slow_answers import HubUnreachable
+from dflash_cli.terminal import console
 from dflash_runtime.checkpoint.files import Checkpoint, instead_of_config
 from dflash_runtime.checkpoint.gguf import find_gguf
 from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
 from dflash_runtime.errors import CheckpointNotFound, FileUnreadable, UsageError
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import closest
 
 if TYPE_CHECKING:
@@ -188,6 +190,13 @@ def list_files(location: "Location") -> frozenset[str]:
 def is_bundled(reference: str) -> bool:
     """Whether a reference names the bundled pair. A checkpoint of the same name hides the bundled pair."""
     return reference in BUNDLED_DRAFTS and not _is_here(reference)
+
+
+def warn_if_hiding(folder: Path) -> None:
+    """Print a warning if a new folder has the name of a bundled checkpoint, which it hides."""
+    if str(folder) in BUNDLED_DRAFTS:
+        text = f"in this directory, {folder} now means the new folder instead of the bundled pair; rename the folder"
+        console.warn(Notice(text, id="hides-bundled-pair"))
 
 
 def is_hub_id(reference: str) -> bool:

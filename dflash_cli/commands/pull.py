@@ -85,12 +85,15 @@ def pull(request: PullRequest) -> "PullResult":
 
 def command(request: PullRequest) -> None:
     """Download, verify, and describe the draft."""
+    from dflash_cli.checkpoints.references import warn_if_hiding
+
     plan = _plan(request)
     if request.dry_run:
         console.show(plan.result, lambda: _print(plan.result))
         return
     found = _run(plan)
     console.show(found, lambda: _print_draft(found))
+    warn_if_hiding(request.folder)
     words = ["dflash", "validate", found.folder, "--target", found.target or "TARGET"]
     console.note(Notice(f"to check it: {shlex.join(words)}", id="next-command"))
 

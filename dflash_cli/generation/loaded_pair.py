@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
@@ -31,7 +32,7 @@ from dflash_runtime.checkpoint.tokenizer import find_stop_ids
 from dflash_runtime.device.early_refusals import refuse_early
 from dflash_runtime.documents import copy_fields, fields_of
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import UsageError, hinting
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.limits import resolve_model_len, resolve_num_drafts
 from dflash_runtime.scheduling.request import SamplingParams
@@ -304,8 +305,9 @@ def open_pair(
     pair = complete_pair(draft, target, find=fetch_directory, needs_draft=needs_draft)
     draft_checkpoint = None
     if pair.draft_location is not None:
-        draft_checkpoint = open_draft(pair.draft_location, overrides=overrides)
-        draft_checkpoint.check_runnable()  # before a target is fetched
+        with hinting(f"dflash validate {quote(str(pair.draft))} lists the faults of the draft"):
+            draft_checkpoint = open_draft(pair.draft_location, overrides=overrides)
+            draft_checkpoint.check_runnable()  # before a target is fetched
     draft_config = draft_checkpoint.config if draft_checkpoint is not None else None
     num_draft_tokens = resolve_num_drafts(config, draft_config)
     if pair.note is not None:

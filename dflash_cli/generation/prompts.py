@@ -173,7 +173,8 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
         with path.open(encoding="utf-8") as lines:
             return parse_rows(lines, str(path))
     except FileNotFoundError as error:
-        raise CheckpointNotFound("no such file", id="no-such-file", path=path) from error
+        hint = "download it first" if "://" in str(prompts) else None
+        raise CheckpointNotFound("no such file", id="no-such-file", path=prompts or path, hint=hint) from error
     except IsADirectoryError as error:
         expected = "a file with one JSON object per line"
         raise UsageError(

@@ -211,6 +211,16 @@ def naming_file(path: object) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def hinting(hint: str) -> Iterator[None]:
+    """Add a hint to errors of a checkpoint that have none."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.hint = error.hint or hint
+        raise
+
+
 def _listed(items: Sequence[str], separator: str, limit: int = 100) -> str:
     """The first `limit` items, and the number of the others."""
     rest = len(items) - limit

@@ -110,6 +110,9 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
         ["generate", "x", "-d", "lacking", "-t", "tiny"],
         ["eval-acceptance", "--disaggregated", "--prefill-draft", "lacking"],
         *([name, "lacking", "-t", "tiny"] for name in ("bench", "tune", "eval-acceptance")),
+        # a target without weights
+        ["generate", "x", "-d", "copy", "-t", "bare"], ["dump", "bare", "--taps", "1", "--output", "dump"],
+        *([name, "copy", "-t", "bare"] for name in ("bench", "tune", "eval-acceptance", "diagnose")),
     ),
     4: (
         *([name, "-p", "none.jsonl"] for name in PROMPTED), ["diagnose", "tiny", "-p", "none.jsonl"],
@@ -168,6 +171,8 @@ def test_refusals_come_before_torch(tmp_path: Path) -> None:
     unknown = shutil.copytree(tiny_directory() / "target", tmp_path / "unknown")
     config = json.loads((unknown / "config.json").read_text())
     (unknown / "config.json").write_text(json.dumps(config | {"model_type": "hyena"}))
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
     wanted = [[arguments, code] for code, commands in REFUSED.items() for arguments in commands]
     done = python("-c", script, json.dumps([arguments for arguments, _ in wanted]), env=environment, cwd=tmp_path)
     assert [json.loads(line)[:2] for line in done.stdout.splitlines()] == wanted, done.stderr

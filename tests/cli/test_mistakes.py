@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 from dflash_cli.acceptance.journal import Journal, JournalHead
+from dflash_cli.acceptance.prompt_choice import choose_prompts
 from dflash_cli.checkpoints.references import tiny_directory
+from dflash_cli.commands.eval_acceptance import EvaluationRequest
 from dflash_cli.documents import reading
 from dflash_cli.documents.atomic_file import Output, naming_output
+from dflash_cli.generation.loaded_pair import open_pair
 from dflash_cli.main import _foreseen
+from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import FileUnreadable, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.refusals import refuses
@@ -116,3 +120,21 @@ def test_a_full_disk_names_the_way_to_continue(tmp_path: Path, monkeypatch: pyte
     assert told is not None
     assert (told.exit_code, told.id, told.path) == (6, "disk-full", str(path))
     assert "--resume" in str(told.hint)
+
+
+def test_a_folder_with_the_name_of_a_bundled_draft_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, notices in (("tiny", ("hides-bundled-pair",)), ("other", ())):
+        assert support.run_main("convert", "tiny:reduced", name, "--to", "speculators").notices == notices
+
+
+def test_fewer_prompts_than_asked_for_are_told() -> None:
+    pair = open_pair(None, None, EngineConfig())
+    for count, notices in ((65, ["fewer-prompts"]), (64, [])):
+        with support.recorded_notices() as found:
+            choose_prompts(EvaluationRequest(num_prompts=count), pair, None)
+        assert found == notices
+
+
+def test_a_check_of_a_bundled_draft_names_it_as_the_user_did() -> None:
+    assert support.run_main("validate", "tiny").out.startswith("tiny: ")

@@ -133,6 +133,10 @@ class Checkpoint:
         """The names of the files beside `config.json`."""
         return frozenset(item.name for item in self.path.iterdir())
 
+    def check_headers(self) -> None:
+        """Read all headers. Refuses weights that are absent, cut off or malformed."""
+        _ = self.tensors
+
     def read_headers(self, names: Sequence[str]) -> Iterable[dict[str, TensorInfo]]:
         """Read the headers of the named weight files, in this order."""
         for name in names:
