@@ -269,7 +269,7 @@ OUTPUT_FAULTS: dict[int, tuple[type[DFlashError], str, str]] = {
     errno.EIO: (CapacityError, "device-fails", "the device does not read or write"),
 }
 """Errors of the system about files -> error, id and text."""
-OUTPUT_HINT = "make room there, or name another place"
+OUTPUT_HINT = "make room there, or name a file on another disk"
 TYPER_USAGE_ERROR: Any = typer.BadParameter.__base__
 """The base class of Typer's usage errors, which Typer does not export."""
 

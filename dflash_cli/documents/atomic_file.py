@@ -45,7 +45,7 @@ def check_parent(path: Path) -> None:
         raise UsageError(
             f"no files can be made in this directory, so {path.name} cannot be written", id="permission-denied",
             path=path.parent, found=path.name,
-            hint="name a place in another directory, or give this user the right to write here",
+            hint="name a file in another directory, or give this user the right to write here",
         )  # fmt: skip
 
 

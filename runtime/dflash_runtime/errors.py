@@ -213,7 +213,7 @@ def naming_file(path: object) -> Iterator[None]:
 
 @contextmanager
 def hinting(hint: str) -> Iterator[None]:
-    """Add a hint to errors of a checkpoint that have none."""
+    """Add this hint to errors of a checkpoint without a hint."""
     try:
         yield
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Mistakes of a first day: each is one line with what was found and expected, a hint, and the documented exit code."""
+"""Mistakes of a first day: each message has a hint or the expected form, and the documented exit code."""
 
 import errno
 import json

@@ -18,7 +18,7 @@ def preempt_youngest(llm: LLM) -> None:
 def run_preempted(
     llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, every: int = 0
 ) -> list[Request]:
-    """Run requests to their ends, step by step, and preempt the youngest request at every so many steps."""
+    """Run requests to their ends, step by step, and preempt the youngest request after each `every` steps."""
     requests = [
         Request(index=place, prompt_token_ids=tuple(prompt), params=item)
         for place, (prompt, item) in enumerate(zip(prompts, params, strict=True))
