@@ -21,7 +21,7 @@ from dflash_cli.terminal.interruption import (
     turned_into_errors,
 )
 from dflash_cli.version import __version__
-from dflash_runtime.errors import CapacityError, DFlashError, FileUnreadable, UnsupportedError, UsageError
+from dflash_runtime.errors import CapacityError, DFlashError, UnsupportedError, UsageError, unreadable
 from dflash_runtime.phrases import closest
 
 RUN = "Run a pair"
@@ -339,7 +339,7 @@ def _foreseen(error: Exception) -> DFlashError | None:
             hint=INSTALL,
         )
     if isinstance(error, PermissionError):
-        return FileUnreadable.of(error.filename, error)
+        return unreadable(error.filename, error)
     if isinstance(error, OSError) and error.errno in OUTPUT_FAULTS:
         kind, id, text = OUTPUT_FAULTS[error.errno]
         notes = getattr(error, "__notes__", [OUTPUT_HINT])

@@ -22,7 +22,7 @@ from dflash_cli.terminal import console
 from dflash_runtime.checkpoint.files import Checkpoint, instead_of_config
 from dflash_runtime.checkpoint.gguf import find_gguf
 from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
-from dflash_runtime.errors import CheckpointNotFound, FileUnreadable, UsageError
+from dflash_runtime.errors import CheckpointNotFound, UsageError, unreadable
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import closest
 
@@ -125,7 +125,7 @@ def check_is_checkpoint(path: Path) -> None:
     try:
         names = frozenset(item.name for item in path.iterdir())
     except OSError as error:
-        raise FileUnreadable.of(path, error) from error
+        raise unreadable(path, error) from error
     if "config.json" not in names:
         found = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
         below = ", ".join(str(item.parent) for item in found[:8])

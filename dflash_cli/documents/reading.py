@@ -11,9 +11,9 @@ from dflash_runtime.errors import (
     CheckpointError,
     CheckpointNotFound,
     DFlashError,
-    FileUnreadable,
     RequestError,
     UsageError,
+    unreadable,
 )
 
 Read = TypeVar("Read")
@@ -58,7 +58,7 @@ def read_input(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashErr
     except CheckpointError as wrong:
         raise _as_kind(error, wrong, path) from wrong
     except OSError as wrong:
-        raise FileUnreadable.of(path, wrong) from wrong
+        raise unreadable(path, wrong) from wrong
 
 
 def read_text(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashError] = UsageError) -> str:

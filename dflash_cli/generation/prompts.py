@@ -24,7 +24,7 @@ from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.documents import HIDDEN, OPTIONAL
-from dflash_runtime.errors import CheckpointError, CheckpointNotFound, FileUnreadable, RequestError, UsageError
+from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError, unreadable
 from dflash_runtime.json_values import is_int
 from dflash_runtime.phrases import shorten
 
@@ -187,7 +187,7 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
             f"found {found}, expected UTF-8", id="not-utf-8", path=path, found=found, hint=hint
         ) from error
     except OSError as error:
-        raise FileUnreadable.of(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def parse_rows(stream: TextIO, name: str) -> list[PromptRow]:

@@ -92,16 +92,9 @@ class CheckpointError(DFlashError):
 
 
 class FileUnreadable(CheckpointError):
-    """A file or folder that exists, and that the system does not give to this user"""
+    """A file or folder that the system does not give to this user"""
 
     exit_code = 4
-
-    @classmethod
-    def of(cls, path: object, error: OSError) -> "FileUnreadable":
-        """Return the error for the system's `error` at reading `path`."""
-        reason = (error.strerror or type(error).__name__).lower()
-        hint = "give this user the right to read it" if isinstance(error, PermissionError) else None
-        return cls(f"cannot be read: {reason}", id="file-unreadable", path=path, found=reason, hint=hint)
 
 
 class InvalidConfig(CheckpointError):
@@ -209,6 +202,14 @@ def naming_file(path: object) -> Iterator[None]:
             error.path, error.message = path, f"{path}: {error.message}"
             error.args = (error.message,)
         raise
+
+
+def unreadable(path: object, error: OSError) -> CheckpointError:
+    """Return the error for the system's `error` at reading `path`, which a link may have promised in vain."""
+    reason = (error.strerror or type(error).__name__).lower()
+    hint = "give this user the right to read it" if isinstance(error, PermissionError) else None
+    kind = CheckpointError if isinstance(error, FileNotFoundError) else FileUnreadable
+    return kind(f"cannot be read: {reason}", id="file-unreadable", path=path, found=reason, hint=hint)
 
 
 @contextmanager

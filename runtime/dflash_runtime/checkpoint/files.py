@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from dflash_runtime.checkpoint.gguf import refuse_gguf
 from dflash_runtime.checkpoint.layout import StoredRows
 from dflash_runtime.checkpoint.strict_json import parse_json, read_json, regular_size
-from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, FileUnreadable, TensorMismatch
+from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, TensorMismatch, unreadable
 from dflash_runtime.json_values import is_int
 
 logger = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ def read_header(file: Path, metadata: dict[str, str] | None = None) -> dict[str,
         with file.open("rb") as stream:
             return parse_header(stream.read, size, file, metadata)
     except OSError as error:
-        raise FileUnreadable.of(file, error) from error
+        raise unreadable(file, error) from error
 
 
 def parse_header(

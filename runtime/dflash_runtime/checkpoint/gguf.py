@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflash_runtime.checkpoint.strict_json import regular_size
-from dflash_runtime.errors import CheckpointError, FileUnreadable, UnknownFormat
+from dflash_runtime.errors import CheckpointError, UnknownFormat, unreadable
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
@@ -174,7 +174,7 @@ def read_gguf(file: Path) -> GgufHeader:
         with file.open("rb") as stream:
             return read_gguf_stream(file, stream, size)
     except OSError as error:
-        raise FileUnreadable.of(file, error) from error
+        raise unreadable(file, error) from error
 
 
 def read_gguf_stream(file: Path, stream: ByteSource, size: int) -> GgufHeader:
