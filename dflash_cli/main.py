@@ -21,7 +21,7 @@ from dflash_cli.terminal.interruption import (
     turned_into_errors,
 )
 from dflash_cli.version import __version__
-from dflash_runtime.errors import CapacityError, DFlashError, UnsupportedError, UsageError
+from dflash_runtime.errors import CapacityError, DFlashError, UnsupportedError, UsageError, unreadable
 from dflash_runtime.phrases import closest
 
 RUN = "Run a pair"
@@ -264,13 +264,12 @@ OUTPUT_FAULTS: dict[int, tuple[type[DFlashError], str, str]] = {
     errno.EDQUOT: (CapacityError, "quota-used-up", "the disk quota is used up"),
     errno.EFBIG: (CapacityError, "file-too-large", "larger than a file may be here"),
     errno.EROFS: (UsageError, "read-only", "is on a read-only file system"),
-    errno.EACCES: (UsageError, "permission-denied", "permission denied"),
-    errno.EPERM: (UsageError, "permission-denied", "permission denied"),
     errno.ENOTDIR: (UsageError, "parent-is-a-file", "a parent in this path is a file"),
     errno.ENAMETOOLONG: (UsageError, "name-too-long", "a name in this path is too long"),
     errno.EIO: (CapacityError, "device-fails", "the device does not read or write"),
 }
 """Errors of the system about files -> error, id and text."""
+OUTPUT_HINT = "make room there, or name a file on another disk"
 TYPER_USAGE_ERROR: Any = typer.BadParameter.__base__
 """The base class of Typer's usage errors, which Typer does not export."""
 
@@ -339,9 +338,12 @@ def _foreseen(error: Exception) -> DFlashError | None:
             found=error.name,
             hint=INSTALL,
         )
+    if isinstance(error, PermissionError):
+        return unreadable(error.filename, error)
     if isinstance(error, OSError) and error.errno in OUTPUT_FAULTS:
         kind, id, text = OUTPUT_FAULTS[error.errno]
-        return kind(text, id=id, path=error.filename or "stdout")
+        notes = getattr(error, "__notes__", [OUTPUT_HINT])
+        return kind(text, id=id, path=error.filename or "stdout", hint=notes[0])
     is_of_torch = isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError"
     if is_of_torch or isinstance(error, MemoryError):
         text = str(error).splitlines()[0] if is_of_torch else "out of memory"
@@ -368,8 +370,22 @@ def _usage_error(error: Any) -> UsageError:
     text = " ".join(error.format_message().split()).rstrip(".")
     surplus = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text)
     if surplus:
-        return UsageError(f"unexpected argument: {surplus[1]}", id="unexpected-argument", found=surplus[1], hint=hint)
+        option = _option_of(getattr(error.ctx, "command", None), surplus[1])
+        return UsageError(
+            f"unexpected argument: {surplus[1]}", id="unexpected-argument", found=surplus[1], expected=option,
+            hint=hint if option is None else f"did you mean {option}?",
+        )  # fmt: skip
     return UsageError(text[:1].lower() + text[1:], hint=hint)
+
+
+def _option_of(command: Any, text: str) -> str | None:
+    """The option that a surplus argument is probably a value of: one that has it as a choice, or the target."""
+    parameters = getattr(command, "parameters", ())
+    names = [item.name for item in parameters if item.is_argument]
+    chosen = next((item.flag for item in parameters if not item.is_argument and text in item.choices), None)
+    if chosen is None and names == ["draft"]:
+        chosen = next((item.flag for item in parameters if item.name == "target"), None)
+    return None if chosen is None or " " in text else f"{chosen} {text}"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from dflash_cli.documents.atomic_file import (
 from dflash_cli.documents.reading import parse_object, read_document, read_input
 from dflash_cli.generation.answers import Answer, AnswerRow
 from dflash_cli.generation.prompts import PromptRow
+from dflash_cli.terminal.interruption import how_to_continue
 from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import UsageError
@@ -222,8 +223,13 @@ class Journal:
 
     def _write(self, row: JournalHead | JournalRow) -> None:
         if self._output is not None:
-            self._output.write(json_line(row))
-            self._output.flush()
+            try:
+                self._output.write(json_line(row))
+                self._output.flush()
+            except OSError as error:
+                if not is_stream(self._output.path):
+                    error.add_note(how_to_continue(self._output.path))
+                raise
 
     def _take(self, path: Path, stored: _Stored) -> None:
         """Take over stored answers to rows of this run."""

@@ -13,6 +13,7 @@ from dflash_cli.generation.prompts import Conversation, PromptRow, Sample, sampl
 from dflash_cli.terminal import console
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
     from dflash_cli.generation.loaded_pair import OpenedPair
@@ -63,6 +64,8 @@ def choose_prompts(
         seed=request.seed, is_default=given is None,
     )  # fmt: skip
     rows = choice.rows
+    if (request.num_prompts or 0) > len(rows):
+        console.note(Notice(f"{prompts.name} has only {plural(len(rows), 'prompt')}", id="fewer-prompts"))
     if request.given_tools is not None:
         rows = [row if row.tools is not None else replace(row, tools=request.given_tools) for row in rows]
     _check_tools(rows, pair, chat=choice.chat)

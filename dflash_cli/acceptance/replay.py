@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,20 +20,19 @@ from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.borrowed_ends import borrow_ends
 from dflash_cli.acceptance.conversation_counts import distinct_prompts
 from dflash_cli.acceptance.draft_confidence import find_confidence
-from dflash_cli.acceptance.dumps.dump_format import Dump, DumpedText, check_ids_within
+from dflash_cli.acceptance.dumps.dump_format import DumpedText, check_ids_within
 from dflash_cli.acceptance.intervals.statistics import Anchors, Summary, summarise
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.acceptance.measure import by_category
 from dflash_cli.acceptance.rejected_tokens import find_rejected
+from dflash_cli.acceptance.replay_request import ReplayRequest
 from dflash_cli.acceptance.tree_results import TreeResult
 from dflash_cli.checkpoints.checkpoint_identity import digest_ends, identify
-from dflash_cli.checkpoints.opening import NO_OVERRIDES, DraftCheckpoint, Overrides
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.loaded_pair import device_name
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import digest_rows
 from dflash_cli.generation.run_facts import BorrowedEnds, ReplayRun, RunFacts
-from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.device.attention import check_capability
 from dflash_runtime.device.kv import bytes_per_token
 from dflash_runtime.device.results import read_confidences
@@ -43,10 +41,8 @@ from dflash_runtime.device.text_pages import Anchor, TextPages
 from dflash_runtime.device.trees import TreeShape
 from dflash_runtime.documents import fields_of
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
-from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.errors import CheckpointError, PairMismatch, UsageError
+from dflash_runtime.errors import CheckpointError
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.scheduling.limits import resolve_num_drafts
 from dflash_runtime.scheduling.request import DraftStep
 from dflash_runtime.scheduling.request_output import RequestOutput, confidences_of
 
@@ -55,30 +51,6 @@ GROUP_BYTES = 1 << 30
 
 TEXT_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
 """Settings that decided the text of our own dump. A live evaluation has them in its settings too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayRequest:
-    """A draft, the dump to judge it on, and optionally the target that provides embedding and head.
-
-    The mean uses every `every`-th anchor of each text. 0 leaves the mean out, and drafts only the chained walk. The
-    walks are written to `journal` in the form of an evaluation's answers. Trees of each of `trees` nodes walk the texts
-    too, with at most `tree_candidates` tokens per position.
-    """
-
-    draft: DraftCheckpoint
-    draft_reference: str
-    dump: Dump
-    head_from: TargetSource | None = None
-    config: EngineConfig
-    every: int = 1
-    overrides: Overrides = NO_OVERRIDES
-    confidence: float = 0.95
-    num_resamples: int = 10_000
-    journal: Path | None = None
-    force: bool = False
-    trees: tuple[int, ...] = ()
-    tree_candidates: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +84,14 @@ class Replay:
     """A draft that is loaded and ready to be judged on a dump.
 
     Raises:
-        PairMismatch: the draft was not made for the dump's target, or taps layers that the dump does not hold.
-        UsageError, UnsupportedError, TensorMismatch: see `borrow_ends`, `resolve_num_drafts` and `owned_tensors`.
+        UnsupportedError: the kernels of this machine do not run the draft.
+        UsageError, UnsupportedError, TensorMismatch: see `borrow_ends`.
     """
 
     def __init__(self, request: ReplayRequest) -> None:
         self.request = request
         draft, config, dump = request.draft, request.config, request.dump
-        check_dump(draft, dump, request.head_from)
-        self.num_drafts = resolve_num_drafts(config, draft.config)
-        if self.num_drafts == 0:
-            raise UsageError(
-                id="replay-without-drafts",
-                field="--num-speculative-tokens",
-                found=0,
-                expected="1 or more drafted tokens",
-            )
+        self.num_drafts = request.num_drafts
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         kernels = resolve_kernels(config.kernels, device, dtype)
@@ -320,44 +284,6 @@ def replay(request: ReplayRequest) -> Evaluation:
     )
 
 
-def check_dump(draft: DraftCheckpoint, dump: Dump, head_from: TargetSource | None) -> None:
-    """Refuse a dump of another target than the draft's, as far as the files state their targets.
-
-    Raises:
-        PairMismatch: naming both values.
-    """
-    path, config = draft.checkpoint.path, draft.config
-    missing = [tap for tap in config.target_layer_ids if tap not in dump.taps]
-    if missing:
-        raise PairMismatch(
-            f"taps layers {_listed(config.target_layer_ids)}, but {dump.path} holds layers {_listed(dump.taps)}",
-            id="dump-lacks-layers",
-            path=path,
-            field="target_layer_ids",
-            found=config.target_layer_ids,
-            hint="dump the target again with --taps-from DRAFT",
-        )
-    widths = {"hidden_size": config.feature_size, "vocab_size": config.vocab_size}
-    for field, found in widths.items():
-        expected = getattr(dump, field)
-        if expected is not None and found != expected:
-            raise PairMismatch(
-                f"{field} {found}, but {dump.path} was made with {dump.target_name}, which has {field} {expected}",
-                id=f"dump-{field.replace('_', '-')}",
-                path=path,
-                field=field,
-                found=found,
-                expected=str(expected),
-            )
-    if head_from is not None and dump.ends_digest not in (None, digest_ends(head_from)):
-        raise PairMismatch(
-            f"{dump.path} was made with {dump.target_name}, and its embedding or head has other weights",
-            id="dump-of-another-target",
-            path=head_from.checkpoint.path,
-            hint="name the dump's own target with --head-from",
-        )
-
-
 def _summarise(answers: Sequence[Answer], ready: Replay) -> Summary:
     return summarise(
         [answer.output for answer in answers],
@@ -388,7 +314,3 @@ def _settings(ready: Replay) -> dict[str, object]:
         **request.overrides.settings,
         **{name: dumped[name] for name in TEXT_SETTINGS if name in dumped},
     }
-
-
-def _listed(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers))

@@ -10,10 +10,11 @@ from dflash_cli.terminal.requests import MEASURING, Option, Request
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_report import Evaluation
-    from dflash_cli.acceptance.replay import ReplayRequest
+    from dflash_cli.acceptance.replay_request import ReplayRequest
     from dflash_cli.checkpoints.opening import Overrides
 
 
@@ -89,6 +90,7 @@ def open_replay(
         CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: a file is missing or cannot be read.
     """
     from dflash_cli.acceptance.dumps.dump_format import open_dump
+    from dflash_cli.acceptance.replay_request import ReplayRequest
     from dflash_cli.checkpoints.opening import NO_OVERRIDES, open_draft, open_target
     from dflash_cli.generation.threads import use_threads
 
@@ -100,15 +102,12 @@ def open_replay(
     for text in opened.parsed.notes:
         console.note(text)
     if not dump.is_complete:
-        told = f"{options.dump}: the dump is incomplete; the draft is judged on its {len(dump.texts)} answers"
+        told = f"{options.dump}: the dump is incomplete; the draft is judged on its {plural(len(dump.texts), 'answer')}"
         console.warn(Notice(told, id="incomplete-dump"))
     if dump.note is not None:
         console.warn(dump.note)
     target = None if options.head_from is None else open_target(fetch_directory(options.head_from, Role.TARGET))
-    use_threads(threads, config.device, [opened.checkpoint])
-    from dflash_cli.acceptance.replay import ReplayRequest
-
-    return ReplayRequest(
+    request = ReplayRequest(
         draft=opened,
         draft_reference=draft or TINY,
         dump=dump,
@@ -117,6 +116,8 @@ def open_replay(
         every=options.every,
         overrides=overrides,
     )
+    use_threads(threads, config.device, [opened.checkpoint])
+    return request
 
 
 def run_replay(request: "ReplayRequest") -> "Evaluation":
@@ -131,7 +132,7 @@ def run_replay(request: "ReplayRequest") -> "Evaluation":
     num_steps, num_blocks = evaluation.total.counts.num_drafts, evaluation.measured.num_blocks
     if evaluation.seconds > 0 and num_blocks:
         console.status(
-            f"{num_blocks} blocks drafted for {len(request.dump.texts)} answers, {num_steps} of them in the chained "
-            f"walk, {num_blocks / evaluation.seconds:.1f} blocks/s (without loading weights)"
+            f"{plural(num_blocks, 'block')} drafted for {plural(len(request.dump.texts), 'answer')}, {num_steps} of "
+            f"them in the chained walk, {num_blocks / evaluation.seconds:.1f} blocks/s (without loading weights)"
         )
     return evaluation

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from dflash_cli.checkpoints.references import is_bundled
+from dflash_cli.checkpoints.references import TINY_TARGET_NAME, is_bundled, is_hub_id, tiny_directory
 from dflash_cli.checkpoints.target_copies import target_tensor
 from dflash_runtime.checkpoint.digests import digest_files, digest_headers, digest_rows, is_read_whole
 from dflash_runtime.checkpoint.files import Checkpoint
@@ -45,6 +45,27 @@ def name_and_commit(directory: Path, reference: str = "") -> tuple[str, str | No
     if snapshot is not None:
         return snapshot["repo"].replace("--", "/", 1), snapshot["commit"]
     return reference if is_bundled(reference) else path.name, None
+
+
+def published_name(reference: str) -> str | None:
+    """The name by which others know a target: its hub id without a revision, None for a directory of the user.
+
+    A folder of the hub's cache, here or on another machine, stands for its hub id. The bundled target has a name too.
+    """
+    path = Path(reference)
+    folder = path.resolve() if path.exists() else path
+    snapshot = SNAPSHOT.search(folder.as_posix())
+    if is_bundled(reference) or folder == (tiny_directory() / "target").resolve():
+        return TINY_TARGET_NAME
+    if snapshot is not None:
+        return snapshot["repo"].replace("--", "/", 1)
+    return reference.partition("@")[0] if is_hub_id(reference) else None
+
+
+def may_name_one_target(first: str, second: str) -> bool:
+    """Whether two names may stand for one target: they are published under one name, or their last parts are equal."""
+    names = [(published_name(item) or item.rstrip("/")).casefold() for item in (first, second)]
+    return len({name.rpartition("/")[2] for name in names}) == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,8 +227,9 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
     checkpoint = path if isinstance(path, Checkpoint) else open_stored(path)
     if is_draft(checkpoint.config) or isinstance(checkpoint, GgufCheckpoint):
         raise UnsupportedError(
-            "is a draft, expected a target", id="draft-as-target", path=checkpoint.path, expected="a target"
-        )
+            "is a draft, expected a target", id="draft-as-target", path=checkpoint.path, expected="a target",
+            hint="--target names the model that the draft was trained for; did you swap the two?",
+        )  # fmt: skip
     with naming_file(checkpoint.config_path):
         facts = read_target(checkpoint.config, checkpoint.config_path)
     logger.info("%s: a target of type %s", checkpoint.config_path, facts.model_type)

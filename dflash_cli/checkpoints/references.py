@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from dflash_cli.checkpoints.hub import download_snapshot, explained
 from dflash_cli.checkpoints.slow_answers import HubUnreachable
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_cli.terminal import console
+from dflash_runtime.checkpoint.files import Checkpoint, instead_of_config
 from dflash_runtime.checkpoint.gguf import find_gguf
 from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
-from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_runtime.errors import CheckpointNotFound, UsageError, unreadable
+from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import closest
 
 if TYPE_CHECKING:
@@ -107,6 +109,7 @@ def check_is_checkpoint(path: Path) -> None:
 
     Raises:
         CheckpointNotFound: a file, or a directory without config.json. The hint names checkpoints in its folders.
+        FileUnreadable: the system does not give the directory to this user.
     """
     if find_gguf(path) is not None:
         return
@@ -119,11 +122,18 @@ def check_is_checkpoint(path: Path) -> None:
             expected=expected,
             hint=f"pass its folder: {path.parent}",
         )
-    if not os.path.lexists(path / "config.json"):
+    try:
+        names = frozenset(item.name for item in path.iterdir())
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if "config.json" not in names:
         found = sorted(path.glob("*/config.json")) or sorted(path.glob("*/*/config.json"))
         below = ", ".join(str(item.parent) for item in found[:8])
-        hint = f"checkpoints beneath it: {below}" if below else None
-        raise CheckpointNotFound("not found", id="config-missing", path=path / "config.json", hint=hint)
+        hint = f"checkpoints beneath it: {below}" if below else "pass a directory with config.json and weights"
+        raise CheckpointNotFound(
+            "not found, expected a checkpoint's config", id="config-missing", path=path / "config.json",
+            expected="a checkpoint's config", hint=instead_of_config(names) or hint,
+        )  # fmt: skip
 
 
 def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) -> "Location":
@@ -182,6 +192,13 @@ def is_bundled(reference: str) -> bool:
     return reference in BUNDLED_DRAFTS and not _is_here(reference)
 
 
+def warn_if_hiding(folder: Path) -> None:
+    """Print a warning if a new folder has the name of a bundled checkpoint, which it hides."""
+    if str(folder) in BUNDLED_DRAFTS:
+        text = f"in this directory, {folder} now means the new folder instead of the bundled pair; rename the folder"
+        console.warn(Notice(text, id="hides-bundled-pair"))
+
+
 def is_hub_id(reference: str) -> bool:
     """Whether a reference names a hub repository."""
     return reference not in BUNDLED_DRAFTS and not _local(reference).exists() and bool(HUB_ID.match(reference))
@@ -238,9 +255,18 @@ def _bundled(reference: str, role: Role) -> Path | None:
 
 
 def _download(reference: str, *, is_local: bool = False) -> Path:
-    """The snapshot of a repository in the hub's cache. It is downloaded unless `is_local`."""
+    """The snapshot of a repository in the hub's cache. It is downloaded unless `is_local`.
+
+    Raises:
+        CheckpointNotFound, HubUnreachable: see `hub.explained`.
+        CheckpointError: the repository lacks config.json.
+    """
     repo, _, revision = reference.partition("@")
     with explained(repo, revision or None):
         found = download_snapshot(repo, revision or None, DOWNLOADED, is_local=is_local)
     logger.info("%s: in the cache, %s", reference, found)
+    if not is_local and not os.path.lexists(found / "config.json"):
+        from dflash_cli.checkpoints.remote_headers import RemoteCheckpoint, list_repo
+
+        RemoteCheckpoint(list_repo(reference))  # says what the repository has instead
     return found

@@ -17,7 +17,15 @@ from urllib.parse import quote
 
 from dflash_cli.checkpoints.hub import MISREAD, NotFromAHub, explained
 from dflash_cli.checkpoints.slow_answers import ANSWER_S, too_slow
-from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, TensorCut, TensorInfo, parse_header
+from dflash_runtime.checkpoint.files import (
+    INDEX_FILE,
+    Checkpoint,
+    TensorCut,
+    TensorInfo,
+    instead_of_config,
+    parse_header,
+)
+from dflash_runtime.checkpoint.gguf import SUFFIX
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.phrases import plural
@@ -93,9 +101,12 @@ class RemoteCheckpoint(Checkpoint):
         self.path = repo.path
         self.repo = repo
         if "config.json" not in repo.files:
+            has_gguf = any(name.endswith(SUFFIX) for name in repo.files)
+            hint = f"the repository has GGUF files: dflash pull {repo.repo}" if has_gguf else None
             raise CheckpointError(
-                "not found, expected a checkpoint's config", id="config-missing", path=self.config_path
-            )
+                "not found, expected a checkpoint's config", id="config-missing", path=self.config_path,
+                hint=instead_of_config(repo.files) or hint,
+            )  # fmt: skip
         self.config = self._read_json("config.json")
         self._tensors: dict[str, TensorInfo] | None = None
         self._metadata: dict[str, str] = {}

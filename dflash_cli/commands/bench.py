@@ -9,6 +9,7 @@ from dflash_cli.terminal.options import GateFileOptions, PairOptions, PromptOpti
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.sampling_options import DraftedOptions, RivalOptions, SeedOptions
 from dflash_cli.terminal.shown import Shown, Table
+from dflash_cli.tuning.timed_steps import MIN_STEPS
 from dflash_runtime.engine_config import MAX_TREE_NODES
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
@@ -82,6 +83,11 @@ class BenchRequest(
             raise UsageError(
                 field="--rounds", found=self.rounds, expected="2 or more: one timing does not decide --min-speedup"
             )
+        if self.max_new_tokens <= MIN_STEPS:  # plain decoding gets the first token from the prefill
+            raise UsageError(
+                field="--max-new-tokens", found=self.max_new_tokens,
+                expected=f"{MIN_STEPS + 1} or more: {MIN_STEPS} steps are the fewest that are timed",
+            )  # fmt: skip
         if not self.concurrency:
             raise UsageError(field="--concurrency", found=[], expected="one number of requests or more")
 

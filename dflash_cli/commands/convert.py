@@ -218,6 +218,8 @@ def convert(request: ConversionRequest) -> "Converted | DryRun":
 
 def command(request: ConversionRequest) -> None:
     """Convert, and print the destination."""
+    from dflash_cli.checkpoints.references import warn_if_hiding
+
     plan = _plan(request)
     console.status(_summary(plan))
     if request.dry_run:
@@ -227,6 +229,7 @@ def command(request: ConversionRequest) -> None:
     if converted.logits is not None:
         console.status(_logits(converted.logits))
     console.show(converted, lambda: console.result(str(request.destination)))
+    warn_if_hiding(request.destination)
 
 
 def _write(request: ConversionRequest, plan: "ResultPlan") -> "Converted":

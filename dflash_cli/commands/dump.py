@@ -14,6 +14,7 @@ from dflash_cli.terminal.options import TARGET_HELP, PromptOptions, ResumeOption
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_cli.terminal.sampling_options import SamplingOptions
 from dflash_runtime.errors import UsageError
+from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.dumps.dump_writer import DumpPlan, DumpSummary
@@ -146,10 +147,14 @@ def _write(session: "PairSession", request: "DumpPlan") -> "DumpSummary":
         sink = ProgressSink(sum(row.num_turns for row in request.rows), stack, request.params.max_new_tokens)
         try:
             return write(session, request, sink)
+        except OSError as error:
+            if any(request.folder.glob("*.safetensors")):
+                error.add_note(how_to_continue(request.folder))
+            raise
         except KeyboardInterrupt as error:
             num_done = len(list(request.folder.glob("*.safetensors")))
             raise Interrupted(
-                f"{num_done} answers are written",
+                f"{plural(num_done, 'answer')} written",
                 num_answers=num_done,
                 kept_in=request.folder,
                 hint=how_to_continue(request.folder),
@@ -164,7 +169,9 @@ def _finish(summary: "DumpSummary") -> None:
     """
     requests = summary.manifest.requests or ()
     num_tokens = sum(item.num_tokens for item in requests)
-    console.status(f"{summary.num_written} answers written, {len(requests)} in all, {num_tokens} tokens")
+    console.status(
+        f"{plural(summary.num_written, 'answer')} written, {len(requests)} in all, {plural(num_tokens, 'token')}"
+    )
     for failure in summary.failed:
         console.error(failure.error)
     if summary.failed:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.generation.answers import Answering, Tally
     from dflash_cli.generation.loaded_pair import OpenedPair
+    from dflash_runtime.engine_config import EngineConfig
 
 OF_THE_TEXT = (
     "prompts", "num_prompts", "target", "chat", "resume", "dataset", "thinking", "context_lengths",
@@ -236,8 +237,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
     from dflash_cli.acceptance.answered_run import find_answered
     from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
-    from dflash_cli.checkpoints.opening import Overrides, open_draft
-    from dflash_cli.checkpoints.references import Role, fetch_directory
+    from dflash_cli.checkpoints.opening import Overrides
     from dflash_cli.generation.announcements import announce_loading
     from dflash_cli.generation.context_marks import context_marks
     from dflash_cli.generation.loaded_pair import open_pair
@@ -264,8 +264,7 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         lock_sha256=check_lock(request.lock, pair.directories),
     )
     answered = None if request.disaggregated else find_answered(pair, config, plan)
-    if request.given_prefill_draft is not None:
-        open_draft(fetch_directory(request.given_prefill_draft, Role.DRAFT))
+    _check_prefill_draft(request, config)
     if answered is None:
         announce_loading(pair.references, device=config.device)
     if request.disaggregated:
@@ -285,6 +284,17 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
             max_model_len = answering.max_model_len
     evaluation = dataclasses.replace(evaluation, settings=to_json({**request.settings(), **evaluation.settings}))
     return evaluation, tally, pair, max_model_len
+
+
+def _check_prefill_draft(request: EvaluationRequest, config: "EngineConfig") -> None:
+    """Refuse another draft for the prefill process if it cannot be loaded there."""
+    if request.given_prefill_draft is None:
+        return
+    from dflash_cli.checkpoints.opening import open_draft
+    from dflash_cli.checkpoints.references import Role, fetch_directory
+    from dflash_runtime.device.early_refusals import refuse_draft
+
+    refuse_draft(open_draft(fetch_directory(request.given_prefill_draft, Role.DRAFT)), config, num_tree_nodes=0)
 
 
 def _check_minimum(evaluation: "Evaluation", request: EvaluationRequest) -> None:

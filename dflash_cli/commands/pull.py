@@ -38,6 +38,14 @@ class PullRequest(ForceOptions):
             help="Folder for the files. Default: the repository's name, in this folder.",
         ),
     ] = None  # fmt: skip
+    gguf: Annotated[
+        str | None,
+        Option(
+            metavar="NAME", group=ESSENTIALS, is_setting=False,
+            help="Download this GGUF file of the repository: its name, or its quantisation such as Q8_0. Needed only "
+            "if there are several, or safetensors weights beside it.",
+        ),
+    ] = None  # fmt: skip
     dry_run: Annotated[
         bool,
         Option(is_per_run=True, group=ESSENTIALS, is_setting=False, help="List what would be downloaded, and stop."),
@@ -77,12 +85,15 @@ def pull(request: PullRequest) -> "PullResult":
 
 def command(request: PullRequest) -> None:
     """Download, verify, and describe the draft."""
+    from dflash_cli.checkpoints.references import warn_if_hiding
+
     plan = _plan(request)
     if request.dry_run:
         console.show(plan.result, lambda: _print(plan.result))
         return
     found = _run(plan)
     console.show(found, lambda: _print_draft(found))
+    warn_if_hiding(request.folder)
     words = ["dflash", "validate", found.folder, "--target", found.target or "TARGET"]
     console.note(Notice(f"to check it: {shlex.join(words)}", id="next-command"))
 
@@ -91,7 +102,7 @@ def _plan(request: PullRequest) -> "PullPlan":
     from dflash_cli.publishing.pull_plan import plan_pull
 
     with console.working("comparing with the hub"):
-        return plan_pull(request.repo, request.folder, force=request.force)
+        return plan_pull(request.repo, request.folder, gguf=request.gguf, force=request.force)
 
 
 def _run(plan: "PullPlan") -> "PullResult":

@@ -99,10 +99,11 @@ class PushRequest(RuleOptions, TargetOptions, DraftOptions):
     @property
     def hub_target(self) -> str | None:
         """The target's name on the hub, if the user gave it."""
-        from dflash_cli.checkpoints.references import is_hub_id
+        from dflash_cli.checkpoints.checkpoint_identity import published_name
+        from dflash_cli.checkpoints.references import TINY_TARGET_NAME
 
-        is_on_hub = self.target is not None and is_hub_id(self.target)
-        return self.target_name or (str(self.target).partition("@")[0] if is_on_hub else None)
+        published = None if self.target is None else published_name(self.target)
+        return self.target_name or (published if published != TINY_TARGET_NAME else None)
 
     def check(self) -> None:
         super().check()

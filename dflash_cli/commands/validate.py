@@ -11,7 +11,7 @@ import typer
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.pair_references import PairReferences, complete_pair
-from dflash_cli.checkpoints.references import Location, find_checkpoint, open_checkpoint
+from dflash_cli.checkpoints.references import Location, find_checkpoint, is_bundled, open_checkpoint
 from dflash_cli.commands.inspect import tell_traffic
 from dflash_cli.commands.lock import check_lock
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
@@ -110,7 +110,8 @@ def command(request: ValidationRequest) -> None:
     document = replace(report.document, passed=not fails)
     file.write(report, report.path.joinpath, strict=request.strict)
     if file.leaves_text:
-        _print(report, is_target_missing=pair.target is None)
+        name = request.draft if is_bundled(request.draft) else report.draft
+        _print(report, name, is_target_missing=pair.target is None)
     if request.fix_out is not None:
         from dflash_cli.conversion.repair import repair_draft
 
@@ -185,7 +186,7 @@ def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None
     return location, pair.note
 
 
-def _print(report: Report, *, is_target_missing: bool) -> None:
+def _print(report: Report, name: str, *, is_target_missing: bool) -> None:
     for finding in report.findings:
         print_finding(finding)
     search: ReadingSearch | None = getattr(report, "search", None)
@@ -196,7 +197,7 @@ def _print(report: Report, *, is_target_missing: bool) -> None:
     against = f" against {report.target}" if report.target is not None else " without a target"
     errors, warnings = report.count("error"), report.count("warning")
     console.result(
-        f"{report.draft}: {report.dialect or 'unknown dialect'}, {report.num_rules} rules checked{against}: "
+        f"{name}: {report.dialect or 'unknown dialect'}, {report.num_rules} rules checked{against}: "
         f"{plural(errors, 'error')}, {plural(warnings, 'warning')}"
     )
     for note in report.notes:

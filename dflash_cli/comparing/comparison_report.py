@@ -13,7 +13,7 @@ from dflash_cli.comparing.result_comparison import Comparison, shown_change
 from dflash_cli.terminal.shown import Table
 from dflash_runtime.documents import INLINE, NOT_REQUIRED
 from dflash_runtime.notices import Notice
-from dflash_runtime.phrases import shorten
+from dflash_runtime.phrases import plural, shorten
 
 CATEGORY_WIDTH = 14
 WIDTH = 80
@@ -29,7 +29,7 @@ def legend(results: Sequence[MeasuredResult]) -> list[str]:
     """Return a line for each result: `A  old.json  acceptance length 3.439, 64 prompts`."""
     return [
         f"{letter(place)}  {item.name}  acceptance length {item.acceptance_len:.3f}, "
-        + (f"{len(item.conversations)} prompts" if item.conversations else f"totals only ({item.source})")
+        + (plural(len(item.conversations), "prompt") if item.conversations else f"totals only ({item.source})")
         for place, item in enumerate(results)
     ]
 

@@ -23,6 +23,10 @@ from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.comparing.importers"
 MAX_SHOWN_CHARS = 300
+HOW_TO_WRITE = (
+    "write one with: dflash eval-acceptance DRAFT --json > result.json; with --output FILE --resume, from the answers "
+    "in a file"
+)
 Read = TypeVar("Read")
 
 
@@ -88,6 +92,11 @@ class ResultFile:
         self.path = path
         if not path.exists():
             raise CheckpointNotFound("no such file", id="file-not-found", path=path)
+        if path.is_dir():
+            raise UsageError(
+                "is a directory, expected a file with a result", id="result-is-directory", path=path,
+                expected="a file with a result", hint=HOW_TO_WRITE,
+            )  # fmt: skip
         self.text = read_text(path, MAX_ROWS_BYTES)
 
     @cached_property
@@ -106,6 +115,11 @@ class ResultFile:
         Raises:
             UsageError: the file is not a JSON object.
         """
+        if self.document is None and len(self.rows) > 1:
+            raise UsageError(
+                "has one JSON object per line, expected one result", id="rows-instead-of-result", path=self.path,
+                found="JSON Lines", expected="one JSON object", hint=HOW_TO_WRITE,
+            )  # fmt: skip
         return parse_object(self.text.encode(), self.path)
 
     def read(self, kind: type[Read], hint: str | None = None) -> Read:

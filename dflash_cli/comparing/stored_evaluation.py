@@ -7,11 +7,9 @@ from pathlib import Path
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.intervals.statistics import Summary
-from dflash_cli.comparing.measured_result import ResultFile
+from dflash_cli.comparing.measured_result import HOW_TO_WRITE, ResultFile
 from dflash_runtime.errors import UsageError
 from dflash_runtime.json_values import is_number
-
-HINT = "write one with: dflash eval-acceptance DRAFT --json > result.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ def read_evaluation(file: ResultFile) -> Evaluation:
     Raises:
         UsageError: the file is not a document of `eval-acceptance`, or its figures contradict each other.
     """
-    evaluation = file.read(Evaluation, HINT)
+    evaluation = file.read(Evaluation, HOW_TO_WRITE)
     total = evaluation.total
     for name, summary in (("the total", total), *evaluation.categories.items()):
         _check_counts(file, name, summary)
@@ -79,7 +77,7 @@ def _contradiction(file: ResultFile, field: str, found: object, expected: object
 def _read(file: ResultFile) -> Evaluation:
     evaluation = read_evaluation(file)
     if not evaluation.total.counts.num_drafts or not evaluation.total.counts.num_speculative_tokens:
-        raise file.refuse("no step has draft tokens, so the file holds no acceptance", HINT, id="no-steps")
+        raise file.refuse("no step has draft tokens, so the file holds no acceptance", HOW_TO_WRITE, id="no-steps")
     return evaluation
 
 

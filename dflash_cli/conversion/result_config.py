@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from dflash_cli.checkpoints.checkpoint_identity import published_name
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME, is_hub_id
 from dflash_cli.checkpoints.safetensors_writer import WrittenTensor
 from dflash_cli.conversion.changes import Change
 from dflash_cli.conversion.spec import ConversionSpec
@@ -98,10 +98,8 @@ def _verifier(config: DraftConfig, spec: ConversionSpec) -> tuple[Verifier | Non
 
 def _target_name(reference: str, directory: str) -> tuple[str, list[Notice]]:
     """The published name of a referenced target, else the name of its directory and a warning."""
-    if reference == TINY:
-        return TINY_TARGET_NAME, []
-    if is_hub_id(reference):
-        return reference.partition("@")[0], []
+    if (name := published_name(reference)) is not None:
+        return name, []
     text = f"the target is stored as {directory!r}, the name of its directory; vLLM needs --target-name ORG/REPO"
     return directory, [Notice(text, id="target-named-by-directory")]
 

@@ -15,6 +15,7 @@ from dflash_cli.diagnosis.run_settings import RunSettings, run_settings
 from dflash_cli.rules.rule import Finding, rules_of
 from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
 from dflash_cli.rules.validator import apply_rules, find_up_to, report_of
+from dflash_runtime.device.early_refusals import refuse_early
 from dflash_runtime.documents import copy_fields
 from dflash_runtime.errors import UsageError
 
@@ -60,8 +61,8 @@ def run_validation(request: DiagnosisOptions, plan: ValidationPlan) -> RunReport
 
     assert isinstance(plan.target, Path)
     parts = [open_checkpoint(plan.target), open_checkpoint(plan.draft)]
-    open_target(parts[0])
-    settings = run_settings(plan.target, request)
+    target, settings = open_target(parts[0]), run_settings(plan.target, request)
+    refuse_early(target, None, settings.config)  # rules report the faults of a draft
     announce_loading({"draft": plan.draft_reference, "target": plan.target_reference}, device=request.device)
     use_threads(request.threads, request.device, parts)
     with ReadingProgress() as progress:

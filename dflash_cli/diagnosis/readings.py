@@ -51,6 +51,7 @@ from dflash_cli.diagnosis.weight_rewrites import Spot
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UsageError
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request_output import RequestOutput
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def search_readings(
 
     if prompts is not None and len(prompts) < MIN_PROMPTS:
         raise UsageError(
-            f"{len(prompts)} prompts, expected at least {MIN_PROMPTS} to choose a reading",
+            f"{plural(len(prompts), 'prompt')}, expected at least {MIN_PROMPTS} to choose a reading",
             id="too-few-prompts",
             field="--prompts",
             found=len(prompts),

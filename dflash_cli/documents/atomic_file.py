@@ -42,7 +42,11 @@ def check_parent(path: Path) -> None:
             hint=f"make it first: mkdir -p {path.parent}",
         )
     if not is_stream(path) and not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError("no files can be made in this directory", id="permission-denied", path=path.parent)
+        raise UsageError(
+            f"no files can be made in this directory, so {path.name} cannot be written", id="permission-denied",
+            path=path.parent, found=path.name,
+            hint="name a file in another directory, or give this user the right to write here",
+        )  # fmt: skip
 
 
 def is_stream(path: Path) -> bool:
@@ -128,9 +132,18 @@ def open_output(path: Path, mode: Literal["w", "a"], *, at: Path | None = None) 
 
 @contextmanager
 def naming_output(path: Path) -> Iterator[None]:
-    """Add the name of the output to errors of the system."""
+    """Add the name of the output to errors of the system.
+
+    Raises:
+        UsageError: this user may not write the file.
+    """
     try:
         yield
+    except PermissionError as error:
+        raise UsageError(
+            "this user may not write the file", id="permission-denied", path=path,
+            hint="name another file, or give this user the right to write this one",
+        ) from error  # fmt: skip
     except OSError as error:
         error.filename = str(path)
         raise

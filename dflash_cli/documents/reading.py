@@ -7,7 +7,14 @@ from typing import Any, TextIO, TypeVar
 
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, MAX_ROWS_BYTES, parse_json, read_bytes
 from dflash_runtime.documents import from_json
-from dflash_runtime.errors import CheckpointError, CheckpointNotFound, DFlashError, RequestError, UsageError
+from dflash_runtime.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    DFlashError,
+    RequestError,
+    UsageError,
+    unreadable,
+)
 
 Read = TypeVar("Read")
 
@@ -41,7 +48,8 @@ def read_input(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashErr
 
     Raises:
         CheckpointNotFound: the file does not exist.
-        error: the file is a directory, a pipe or a device, is too large, or cannot be read.
+        error: the file is a directory, a pipe or a device, or is too large.
+        FileUnreadable: the system does not give the file to this user.
     """
     try:
         return read_bytes(path, limit)
@@ -50,7 +58,7 @@ def read_input(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashErr
     except CheckpointError as wrong:
         raise _as_kind(error, wrong, path) from wrong
     except OSError as wrong:
-        raise error(f"cannot be read: {wrong.strerror}", id="file-unreadable", path=path) from wrong
+        raise unreadable(path, wrong) from wrong
 
 
 def read_text(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashError] = UsageError) -> str:
@@ -89,4 +97,4 @@ def bounded_lines(stream: TextIO, name: str, *, error: type[DFlashError] = Reque
 def _as_kind(kind: type[DFlashError], wrong: CheckpointError, path: object) -> DFlashError:
     message = wrong.message.removeprefix(f"{path}: ")
     id = "not-a-document" if wrong.id == "checkpoint-error" else wrong.id
-    return kind(message, id=id, path=path, found=wrong.found, hint=wrong.hint)
+    return kind(message, id=id, path=path, found=wrong.found, expected=wrong.expected, hint=wrong.hint)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
@@ -28,14 +29,14 @@ from dflash_cli.terminal import console
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.pair import TargetSource, check_pair
 from dflash_runtime.checkpoint.tokenizer import find_stop_ids
-from dflash_runtime.device.attention import check_trees
+from dflash_runtime.device.early_refusals import refuse_early
 from dflash_runtime.documents import copy_fields, fields_of
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import UsageError, hinting
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.limits import resolve_model_len, resolve_num_drafts
 from dflash_runtime.scheduling.sampling_params import SamplingParams
-from dflash_runtime.target_config import TargetConfig, TargetFacts
+from dflash_runtime.target_config import TargetFacts
 
 if TYPE_CHECKING:
     import torch
@@ -298,14 +299,15 @@ def open_pair(
         UsageError: the references do not name a pair, or the config asks for more than the pair can do. Opening
             raises further errors.
         PairMismatch: the draft was not made for the target.
-        UnsupportedError: the pair cannot verify trees, and `config` asks for them.
+        UnsupportedError, TensorMismatch: see `refuse_early`.
     """
     needs_draft = config.num_draft_tokens != 0 and not config.is_lookup
     pair = complete_pair(draft, target, find=fetch_directory, needs_draft=needs_draft)
     draft_checkpoint = None
     if pair.draft_location is not None:
-        draft_checkpoint = open_draft(pair.draft_location, overrides=overrides)
-        draft_checkpoint.check_runnable()  # before a target is fetched
+        with hinting(f"dflash validate {quote(str(pair.draft))} lists the faults of the draft"):
+            draft_checkpoint = open_draft(pair.draft_location, overrides=overrides)
+            draft_checkpoint.check_runnable()  # before a target is fetched
     draft_config = draft_checkpoint.config if draft_checkpoint is not None else None
     num_draft_tokens = resolve_num_drafts(config, draft_config)
     if pair.note is not None:
@@ -314,9 +316,9 @@ def open_pair(
     facts = target_source.facts
     if draft_checkpoint is not None:
         check_pair(draft_checkpoint, target_source)
+    refuse_early(target_source, draft_checkpoint, config)
+    if draft_checkpoint is not None:
         tell_notes(draft_checkpoint, facts)
-    if config.num_tree_nodes:
-        check_trees(facts if isinstance(facts, TargetConfig) else None, draft_config)
     if facts.max_position_embeddings is not None:
         resolve_model_len(config, facts.max_position_embeddings, draft_config)
     if params is not None:

@@ -24,7 +24,7 @@ from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.documents import HIDDEN, OPTIONAL
-from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
+from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError, unreadable
 from dflash_runtime.json_values import is_int
 from dflash_runtime.phrases import shorten
 
@@ -173,9 +173,21 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
         with path.open(encoding="utf-8") as lines:
             return parse_rows(lines, str(path))
     except FileNotFoundError as error:
-        raise CheckpointNotFound("no such file", id="no-such-file", path=path) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"cannot be read as UTF-8 text: {error}", id="cannot-be-read", path=path) from error
+        hint = "download it first" if "://" in str(prompts) else None
+        raise CheckpointNotFound("no such file", id="no-such-file", path=prompts or path, hint=hint) from error
+    except IsADirectoryError as error:
+        expected = "a file with one JSON object per line"
+        raise UsageError(
+            f"is a directory, expected {expected}", id="prompts-in-a-directory", path=path, field="--prompts",
+            expected=expected,
+        ) from error  # fmt: skip
+    except UnicodeDecodeError as error:
+        found, hint = f"byte {error.object[error.start]:#04x}", "save the file as UTF-8"
+        raise RequestError(
+            f"found {found}, expected UTF-8", id="not-utf-8", path=path, found=found, hint=hint
+        ) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def parse_rows(stream: TextIO, name: str) -> list[PromptRow]:
@@ -230,9 +242,17 @@ def _parse_row(line: str, where: str, index: int) -> PromptRow:
     try:
         row = parse_json(line.encode(), Path(where))
     except CheckpointError as error:
-        hint = "expected JSON Lines, one object per line; jq -c '.[]' converts a list" if line[0] == "[" else None
-        raise RequestError(error.message, id=error.id, hint=hint) from error
+        raise RequestError(error.message, id=error.id, hint=_how_to_convert(line)) from error
     return make_row(row, where, index)
+
+
+def _how_to_convert(line: str) -> str | None:
+    """Return how to make JSON Lines of a file with this line, None if the line begins as an object does."""
+    if line[0] == "[":
+        return "expected JSON Lines, one object per line; jq -c '.[]' converts a list"
+    if line.lstrip().startswith("{"):
+        return None
+    return 'expected JSON Lines, such as {"prompt": "..."}; jq -R \'{prompt: .}\' makes a prompt of each line of a text'
 
 
 def make_row(row: Mapping[str, Any], where: str, index: int) -> PromptRow:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -254,7 +255,7 @@ def base_url(url: str) -> str:
         UsageError: this is not a URL, or it holds a user name or password.
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or Path(url).exists():
         raise UsageError(field="URL", found=url, expected="a server's address, such as http://localhost:8000")
     if parts.username is not None:
         raise UsageError(

@@ -20,6 +20,7 @@ from dflash_cli.comparing.stored_evaluation import StoredEvaluation
 from dflash_cli.figures.drawing import COLOURS
 from dflash_cli.figures.figure import Figure
 from dflash_cli.figures.svg_figure import page_svg
+from dflash_runtime.phrases import plural
 
 
 def to_html(results: Sequence[StoredEvaluation], figures: Sequence[Figure]) -> str:
@@ -68,7 +69,8 @@ def _facts(evaluation: Evaluation) -> str:
     total, settings = evaluation.total, evaluation.settings
     pair = f"{settings.get('draft')} for {settings.get('target')}"
     more = headline(evaluation).partition(", at most ")[2]
-    return f"{pair}; {total.num_conversations} prompts, {total.counts.num_drafts} steps; at most {more}"
+    sizes = f"{plural(total.num_conversations, 'prompt')}, {plural(total.counts.num_drafts, 'step')}"
+    return f"{pair}; {sizes}; at most {more}"
 
 
 def _without_bars(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[Sequence[str], list[list[str]]]:

@@ -3,33 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from dflash_cli.checkpoints.hub import download_snapshot, explained, size_text
 from dflash_cli.checkpoints.opening import open_draft
+from dflash_cli.checkpoints.remote_gguf import choose_gguf, open_remote_gguf
 from dflash_cli.checkpoints.remote_headers import RemoteCheckpoint, list_repo
+from dflash_cli.conversion.side_files import PAPERS
+from dflash_cli.publishing.compared_files import Change, ComparedFile, ComparedFiles, change_of
 from dflash_cli.publishing.draft_folder import READ, LocalFile, matches
 from dflash_cli.publishing.hub_upload import HubState, StoredFile, read_state
-from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.checkpoint.files import INDEX_SUFFIX
-from dflash_runtime.documents import computed_key
+from dflash_runtime.checkpoint.gguf import SUFFIX
 from dflash_runtime.errors import CheckpointError, UsageError
 from dflash_runtime.phrases import plural
 
-Arrival = Literal["new", "changed", "same"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PulledFile:
-    """A file of a pull."""
-
-    name: str
-    change: Annotated[Arrival, "same files are not downloaded; a changed file replaces a file of the folder"]
-    num_bytes: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class PullResult(Shown):
+class PullResult(ComparedFiles):
     """A pull, as planned or as done."""
 
     KIND: ClassVar[str] = "pull"
@@ -38,14 +29,8 @@ class PullResult(Shown):
     commit: str
     folder: str
     target: Annotated[str | None, "the target that the draft names"]
-    files: tuple[PulledFile, ...]
+    files: tuple[ComparedFile, ...]
     is_verified: Annotated[bool, "whether every file is here, with the hash that the hub states"] = False
-
-    @property
-    @computed_key
-    def num_bytes(self) -> int:
-        """Bytes of the new and changed files."""
-        return sum(item.num_bytes for item in self.files if item.change != "same")
 
     def summary(self) -> list[str]:
         num_new = sum(item.change != "same" for item in self.files)
@@ -53,10 +38,6 @@ class PullResult(Shown):
         done = "downloaded and verified" if self.is_verified else "to download"
         size = size_text(self.num_bytes)
         return [f"{self.repo}@{self.commit[:12]} -> {self.folder}: {plural(num_new, 'file')} {done}, {size}{here}"]
-
-    def shown_tables(self) -> dict[str, Table]:
-        rows = [(item.change, size_text(item.num_bytes), item.name) for item in self.files]
-        return {"": (("change", "size", "file"), rows)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,27 +74,34 @@ class PullPlan:
         return replace(self.result, is_verified=True)
 
 
-def plan_pull(reference: str, folder: Path, *, force: bool = False) -> PullPlan:
+def plan_pull(reference: str, folder: Path, *, gguf: str | None = None, force: bool = False) -> PullPlan:
     """Read the headers of a draft on the hub, and compare its files with a folder.
+
+    `gguf` chooses a GGUF file of the repository, by its name or its quantisation. It need not be given if GGUF is all
+    that the repository has, in one file.
 
     Raises:
         CheckpointError, UnsupportedError: the repository is not a draft that dflash reads.
         CheckpointNotFound, HubUnreachable: the hub refuses or does not answer.
-        UsageError: the folder has another version of a file, and `force` is false.
+        UsageError: the folder has another version of a file, and `force` is false; or `gguf` does not name one file.
     """
     repo = list_repo(reference)
-    checkpoint = RemoteCheckpoint(repo)
+    file = choose_gguf(repo, gguf)
+    checkpoint = RemoteCheckpoint(repo) if file is None else open_remote_gguf(repo, file)
     verifier = open_draft(checkpoint).config.verifier
     state = read_state(repo.repo, repo.commit)
-    known = (*READ, *(item.name for item in checkpoint.weight_files), f"*{INDEX_SUFFIX}")
+    weights = (file,) if file is not None else (*(item.name for item in checkpoint.weight_files), f"*{INDEX_SUFFIX}")
+    known = (*(READ if file is None else PAPERS), *weights)
     names = sorted(name for name in state.files if "/" not in name and matches(name, known))
     files = tuple(
-        PulledFile(
+        ComparedFile(
             name=name, change=_compare(state.files[name], folder / name), num_bytes=state.files[name].num_bytes
         )
         for name in names
     )  # fmt: skip
     _refuse_changes(files, folder, force=force)
+    if file is not None:
+        _refuse_other_weights(file, folder)
     result = PullResult(
         repo=repo.repo, commit=repo.commit, folder=str(folder), files=files,
         target=verifier.name_or_path or None if verifier is not None else None,
@@ -121,17 +109,26 @@ def plan_pull(reference: str, folder: Path, *, force: bool = False) -> PullPlan:
     return PullPlan(state, folder, result)
 
 
-def _compare(stored: StoredFile, file: Path) -> Arrival:
-    if not file.exists():
-        return "new"
-    return "same" if stored.holds(LocalFile(file.name, file)) else "changed"
+def _compare(stored: StoredFile, file: Path) -> Change:
+    return change_of(stored, LocalFile(file.name, file) if file.exists() else None)
 
 
-def _refuse_changes(files: Sequence[PulledFile], folder: Path, *, force: bool) -> None:
+def _refuse_changes(files: Sequence[ComparedFile], folder: Path, *, force: bool) -> None:
     """Refuse to replace files that the folder has in another version."""
     changed = [item.name for item in files if item.change == "changed"]
     if changed and not force:
         raise UsageError(
             f"has other versions of {', '.join(changed)}", id="output-exists", path=folder, found=changed,
             hint="name another folder with --output, or pass --force to replace these files",
+        )  # fmt: skip
+
+
+def _refuse_other_weights(file: str, folder: Path) -> None:
+    """Refuse a folder with other weights, which readers of the folder would take instead of the GGUF file."""
+    others = [item for pattern in ("*.safetensors", f"*{SUFFIX}") for item in sorted(folder.glob(pattern))]
+    found = [item.name for item in others if item.name != file]
+    if found:
+        raise UsageError(
+            f"has other weights: {', '.join(found)}", id="other-weights-here", path=folder, found=found, expected=file,
+            hint="name another folder with --output",
         )  # fmt: skip

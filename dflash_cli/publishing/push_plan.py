@@ -4,34 +4,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from dflash_cli.checkpoints.hub import size_text
+from dflash_cli.publishing.compared_files import SENT, ComparedFile, ComparedFiles, change_of
 from dflash_cli.publishing.draft_folder import LocalFile
 from dflash_cli.publishing.hub_upload import Committed, HubState, commit, hub_address, make_room
-from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.checkpoint.files import INDEX_SUFFIX, PICKLE_SUFFIXES
-from dflash_runtime.documents import computed_key
 from dflash_runtime.errors import CheckpointNotFound, GateFailed, UsageError
 from dflash_runtime.phrases import plural
 
-Change = Literal["new", "changed", "same", "removed"]
-SENT = ("new", "changed")
 WEIGHTS = ("*.safetensors", f"*{INDEX_SUFFIX}", *(f"*{suffix}" for suffix in PICKLE_SUFFIXES))
 """Patterns of files that a loader of the repository would read as weights."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushedFile:
-    """A file of a push."""
-
-    name: str
-    change: Annotated[Change, "same files are not sent; removed files are on the hub only, and the push removes them"]
-    num_bytes: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class PushResult(Shown):
+class PushResult(ComparedFiles):
     """A push, as planned or as done."""
 
     KIND: ClassVar[str] = "push"
@@ -41,15 +29,9 @@ class PushResult(Shown):
     url: Annotated[str, "of the repository; after a commit, of the commit or its pull request"]
     is_new_repo: bool
     is_private: bool
-    files: tuple[PushedFile, ...]
+    files: tuple[ComparedFile, ...]
     commit: Annotated[str | None, "null if nothing was uploaded"] = None
     pull_request: str | None = None
-
-    @property
-    @computed_key
-    def num_bytes(self) -> int:
-        """Bytes of the new and changed files."""
-        return sum(item.num_bytes for item in self.files if item.change in SENT)
 
     @property
     def is_needed(self) -> bool:
@@ -65,10 +47,6 @@ class PushResult(Shown):
         kind = "new " if self.is_new_repo else ""
         place = f"{self.repo}, {kind}{'private' if self.is_private else 'public'} repository, branch {self.revision}"
         return [f"{place}: {'; '.join(parts)}", *([self.url] if self.commit else [])]
-
-    def shown_tables(self) -> dict[str, Table]:
-        rows = [(item.change, size_text(item.num_bytes), item.name) for item in self.files]
-        return {"": (("change", "size", "file"), rows)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +107,14 @@ def plan_push(
             "the uploaded ones", id="stale-weights", path=state.repo, found=list(stale),
             hint="--prune removes them in the same commit",
         )  # fmt: skip
-    changes = {item.name: _change(state, item) for item in files}
-    listed = [PushedFile(name=item.name, change=changes[item.name], num_bytes=item.num_bytes) for item in files]
-    listed += [PushedFile(name=name, change="removed", num_bytes=state.files[name].num_bytes) for name in stale]
+    changes = {item.name: change_of(state.files.get(item.name), item) for item in files}
+    listed = [ComparedFile(name=item.name, change=changes[item.name], num_bytes=item.num_bytes) for item in files]
+    listed += [ComparedFile(name=name, change="removed", num_bytes=state.files[name].num_bytes) for name in stale]
     result = PushResult(
         repo=state.repo, revision=state.revision, url=hub_address(state.repo), is_new_repo=not exists,
         is_private=state.is_private if exists else is_private, files=tuple(listed),
     )  # fmt: skip
     return PushPlan(state, tuple(item for item in files if changes[item.name] in SENT), stale, result)
-
-
-def _change(state: HubState, file: LocalFile) -> Change:
-    stored = state.files.get(file.name)
-    if stored is None:
-        return "new"
-    return "same" if stored.holds(file) else "changed"
 
 
 def _find_stale(state: HubState, files: Sequence[LocalFile]) -> tuple[str, ...]:

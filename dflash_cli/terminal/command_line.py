@@ -331,7 +331,12 @@ def _callback(entry: Entry, function: Callable[..., None], kind: type[Request]) 
         del values[HELP_ALL.name]
         _configure(values)
         console.configure(json=bool(values.pop(JSON.name, None)))
-        request = read_request(kind, values)
+        try:
+            request = read_request(kind, values)
+        except UsageError as error:
+            if error.id == "missing-argument" and entry.examples:
+                error.hint = f"as in: {console.as_typed(entry.examples[0])}"
+            raise
         _tell_defaults(request)
         function(request)
 

@@ -22,7 +22,7 @@ from dflash_cli.terminal.requests import (
     parameters_of,
 )
 from dflash_runtime.checkpoint.strict_json import loads
-from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
+from dflash_runtime.errors import UnsupportedError, UsageError
 
 REFERENCE = "A directory, a hub repository org/repo[@revision], or a bundled name"
 DRAFT_HELP = f"{REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
@@ -235,8 +235,10 @@ class DeviceOptions(Request):
             raise UnsupportedError(field="--device", found=self.device, expected="cpu or cuda")
         if not DEVICE.fullmatch(self.device):
             raise UsageError(field="--device", found=self.device, expected="auto, cpu, cuda or cuda:N")
-        if self.device_map is not None and self.device_map.endswith(".json") and not Path(self.device_map).exists():
-            raise CheckpointNotFound(field="--device-map", found=self.device_map, expected="a file that exists")
+        if self.device_map is not None and self.device_map.endswith(".json"):
+            from dflash_cli.documents.reading import parse_object, read_input
+
+            parse_object(read_input(Path(self.device_map)), self.device_map)
 
 
 @dataclass(frozen=True, kw_only=True)

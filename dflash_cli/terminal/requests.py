@@ -45,6 +45,11 @@ ENGINE = "Engine"
 OUTPUT = "Output"
 PAIR = ("draft", "target")
 """The options that come right after the arguments."""
+LAST = (
+    *("output", "format", "force"), *("resume", "dry_run", "yes"), *("strict", "ignore", "min_acceptance"),
+    *("min_speedup", "tolerance", "gate", "allow_failed", "allow_unlike", "gate_out"),
+)  # fmt: skip
+"""The options that come last: where results go, how a run continues, and when a result fails."""
 MAX_INT = 2**63 - 1
 
 OTHER_FLAGS = {
@@ -354,13 +359,19 @@ _PARAMETERS: dict[type, tuple[Parameter, ...]] = {}
 
 
 def parameters_of(kind: type[Request]) -> tuple[Parameter, ...]:
-    """The parameters of a request class: arguments, the pair, options of the class itself, then inherited options."""
+    """The parameters of a request class, in the order in which a user needs them.
+
+    Arguments, the pair, required options, options of the class itself, inherited options, and LAST.
+    """
     if kind not in _PARAMETERS:
         hints, own = get_type_hints(kind, include_extras=True), get_annotations(kind)
         found = [_read_parameter(item.name, hints[item.name], item.default) for item in fields(cast(Any, kind))]
-        _PARAMETERS[kind] = tuple(
-            sorted(found, key=lambda item: (not item.is_argument, item.name not in PAIR, item.name not in own))
-        )
+
+        def place(item: Parameter) -> tuple[int, ...]:
+            last = LAST.index(item.name) + 1 if item.name in LAST and not item.is_required else 0
+            return not item.is_argument, item.name not in PAIR, not item.is_required, last, item.name not in own
+
+        _PARAMETERS[kind] = tuple(sorted(found, key=place))
     return _PARAMETERS[kind]
 
 

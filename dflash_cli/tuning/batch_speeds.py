@@ -39,25 +39,28 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RivalSpeed:
-    """Drafting without a draft model at one batch size: a lookup in each request's own text."""
+class OtherSpeed:
+    """Decoding in another way than with whole blocks of the draft, at one batch size."""
 
-    name: Annotated[str, "ngram or suffix"]
     speed: Speed
     speedup: Annotated[float, "over plain decoding"]
     speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RivalSpeed(OtherSpeed):
+    """Drafting without a draft model at one batch size: a lookup in each request's own text."""
+
+    name: Annotated[str, "ngram or suffix"]
     lead: Annotated[float, "tokens per second with the draft, divided by tokens per second of this lookup"]
     lead_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreeSpeed:
+class TreeSpeed(OtherSpeed):
     """Decoding with trees of one size at one batch size, beside whole blocks."""
 
     num_nodes: Annotated[int, "drafted tokens of a tree"]
-    speed: Speed
-    speedup: Annotated[float, "over plain decoding"]
-    speedup_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
     gain: Annotated[float, "tokens per second with trees, divided by tokens per second with whole blocks"]
     gain_interval: Annotated[Interval | None, NOT_REQUIRED, "over rounds"] = None
 

@@ -17,19 +17,24 @@ import torch
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompts import Conversation, PromptRow
-from dflash_cli.tuning.batch_speeds import BatchSpeed, RivalSpeed, Speed, TreeSpeed, Window, step_times
+from dflash_cli.tuning.batch_speeds import (
+    BatchSpeed,
+    RivalSpeed,
+    Speed,
+    TreeSpeed,
+    Window,
+    step_times,
+)
 from dflash_cli.tuning.round_intervals import CONFIDENCE, half_width
 from dflash_cli.tuning.step_parts import StepParts, silence_draft, silence_target
+from dflash_cli.tuning.timed_steps import check_num_steps
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.warm_up import step_modes
 
-MIN_STEPS = 4
 """Fewest steps of a round."""
 
 PART_TOKENS = 32
@@ -207,7 +212,7 @@ def measure_rounds(
     for prompts in [rounds[0], *rounds]:
         for arm, llm, length, of_arm in zip(arms, llms, lengths, windows, strict=True):
             of_arm.append(_run(llm, prompts, length, arm.verify_width))
-            _check_steps(of_arm[-1][1])
+            check_num_steps(of_arm[-1][1])
             count()
     return [of_arm[1:] for of_arm in windows]
 
@@ -263,18 +268,6 @@ def _run(llm: LLM, prompts: list[Sequence[int]], max_new_tokens: int, verify_wid
     if failed is not None:
         raise failed
     return num_tokens, num_steps, seconds
-
-
-def _check_steps(num_steps: int) -> None:
-    if num_steps < MIN_STEPS:
-        raise UsageError(
-            f"an answer ended after {plural(num_steps, 'step')}, expected at least {MIN_STEPS} to time",
-            id="too-few-steps",
-            field="--max-new-tokens",
-            found=num_steps,
-            expected=f"answers of at least {MIN_STEPS} steps",
-            hint="ask for longer answers with -n",
-        )
 
 
 def _num_tokens(requests: Sequence[Request]) -> int:

@@ -48,8 +48,9 @@ def library_product(rounded: Rounded, weight: Fp8Weight) -> Tensor:
     kinds = functional.ScalingType
     by_row = (kinds.RowWise, kinds.RowWise)
     of_rows, of_weight = (kinds.BlockWise1x128, kinds.BlockWise128x128) if weight.has_groups else by_row
+    # Newer releases of torch also check the stride of an axis of size 1.
+    row_scales = rounded.scales.t() if weight.has_groups else rounded.scales.view(-1, 1)
     found: Tensor = functional.scaled_mm(
-        rounded.rows, weight.values.t(), rounded.scales.t(), of_rows, weight.scales.t(), of_weight,
-        output_dtype=torch.bfloat16,
-    )  # fmt: skip
+        rounded.rows, weight.values.t(), row_scales, of_rows, weight.scales.t(), of_weight, output_dtype=torch.bfloat16
+    )
     return found

@@ -91,6 +91,12 @@ class CheckpointError(DFlashError):
     exit_code = 3
 
 
+class FileUnreadable(CheckpointError):
+    """A file or folder that the system does not give to this user"""
+
+    exit_code = 4
+
+
 class InvalidConfig(CheckpointError):
     """A missing or wrong field of a config."""
 
@@ -195,6 +201,24 @@ def naming_file(path: object) -> Iterator[None]:
         if error.path is None and not error.message.startswith(f"{path}: "):
             error.path, error.message = path, f"{path}: {error.message}"
             error.args = (error.message,)
+        raise
+
+
+def unreadable(path: object, error: OSError) -> CheckpointError:
+    """Return the error for the system's `error` at reading `path`, which a link may have promised in vain."""
+    reason = (error.strerror or type(error).__name__).lower()
+    hint = "give this user the right to read it" if isinstance(error, PermissionError) else None
+    kind = CheckpointError if isinstance(error, FileNotFoundError) else FileUnreadable
+    return kind(f"cannot be read: {reason}", id="file-unreadable", path=path, found=reason, hint=hint)
+
+
+@contextmanager
+def hinting(hint: str) -> Iterator[None]:
+    """Add this hint to errors of a checkpoint without a hint."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.hint = error.hint or hint
         raise
 
 

@@ -25,7 +25,7 @@ from dflash_runtime.engine_setup import EngineSetup
 from dflash_runtime.errors import DFlashError, UnsupportedError, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.lossless import Lossless, check_lossless
-from dflash_runtime.models.target_shares import OPTION
+from dflash_runtime.models.rank_sizes import OPTION
 from dflash_runtime.notices import Notice
 from dflash_runtime.prompts import Prompt, PromptReader, listed, params_of
 from dflash_runtime.rank_messages import Message, RankRequest, Regrets, Run, Text, WarmUp

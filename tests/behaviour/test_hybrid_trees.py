@@ -7,12 +7,11 @@ import torch
 
 from dflash_kernels.delta_blocks import MAX_TREE_ROWS
 from dflash_runtime.device.attention import MAX_RECURRENT_NODES
-from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hybrid_pair import hybrid_draft, hybrid_llm, hybrid_prompts, hybrid_target, random_hybrid_target
 from dflash_testing.pairs import random_draft, random_llm, random_prompts
-from dflash_testing.preemption import preempt_youngest
+from dflash_testing.preemption import run_preempted
 from dflash_testing.tree_search import NUM_DRAFTS, brute_force
 
 NODES = (3, 24, 60)
@@ -58,21 +57,9 @@ def test_texts_and_steps_do_not_depend_on_the_mode() -> None:
     assert texts(wanted) == texts(hybrid_llm(0, dtype=torch.float64).generate(given, params))
     for index, engine in enumerate(MODES):
         llm = hybrid_llm(dtype=torch.float64, num_tree_nodes=24, **engine)
-        requests = [
-            Request(index=place, prompt_token_ids=tuple(prompt), params=item)
-            for place, (prompt, item) in enumerate(zip(given, params, strict=True))
-        ]
-        for request in requests:
-            llm.engine.add(request)
-        num_steps = 0
-        while llm.engine.scheduler.has_work:
-            llm.engine.step()
-            num_steps += 1
-            if index == 0 and num_steps % 3 == 0:
-                preempt_youngest(llm)
+        requests = run_preempted(llm, given, params, every=3 if index == 0 else 0)
         assert [tuple(request.output_token_ids) for request in requests] == texts(wanted)
         assert [tuple(request.steps) for request in requests] == [output.drafts for output in wanted]
-        llm.engine.scheduler.check_integrity()
 
 
 def test_a_later_turn_begins_at_a_state_that_a_tree_passed() -> None:

@@ -19,7 +19,7 @@ from dflash_testing.hosted_models import plain_text
 from dflash_testing.hybrid_cases import HybridCase, HybridPair, draw_case, make_pair, steer
 from dflash_testing.pairs import placement, random_llm
 from dflash_testing.plain_loop import Trace, trace_of
-from dflash_testing.preemption import preempt_youngest
+from dflash_testing.preemption import run_preempted
 from dflash_testing.widths import RandomWidths
 
 NUM_CASES = 300
@@ -38,20 +38,7 @@ def run(case: HybridCase, llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Re
     """Run all prompts at once, and preempt the youngest request from time to time."""
     if case.has_widths:
         llm.engine.scheduler.width_policy = RandomWidths(case.seed, case.num_drafts + 1)
-    requests = [
-        Request(index=index, prompt_token_ids=tuple(prompt), params=params)
-        for index, (prompt, params) in enumerate(zip(prompts, case.params, strict=True))
-    ]
-    for request in requests:
-        llm.engine.add(request)
-    steps = 0
-    while llm.engine.scheduler.has_work:
-        llm.engine.step()
-        steps += 1
-        if case.forced and steps % case.forced == 0:
-            preempt_youngest(llm)
-    llm.engine.scheduler.check_integrity()
-    return requests
+    return run_preempted(llm, prompts, case.params, every=case.forced or 0)
 
 
 def sampled_text(case: HybridCase, folder: Path, index: int, prompt: list[int]) -> list[int]:

@@ -33,7 +33,7 @@ from dflash_testing.pairs import (
     random_target,
 )
 from dflash_testing.poison import poison_free_slots
-from dflash_testing.preemption import preempt_youngest
+from dflash_testing.preemption import run_preempted
 from dflash_testing.tree_search import NUM_DRAFTS, brute_force
 
 NODES = (8, 16, 32, 64)
@@ -130,21 +130,9 @@ def test_texts_and_steps_do_not_depend_on_the_mode() -> None:
     assert texts(wanted) == texts(plain)
     for index, engine in enumerate(MODES):
         llm = tree_llm(16, dtype=torch.float64, **engine)
-        requests = [
-            Request(index=place, prompt_token_ids=prompt, params=item)
-            for place, (prompt, item) in enumerate(zip(given, params, strict=True))
-        ]
-        for request in requests:
-            llm.engine.add(request)
-        num_steps = 0
-        while llm.engine.scheduler.has_work:
-            llm.engine.step()
-            num_steps += 1
-            if index == 0 and num_steps % 4 == 0:
-                preempt_youngest(llm)
+        requests = run_preempted(llm, given, params, every=4 if index == 0 else 0)
         assert [tuple(request.output_token_ids) for request in requests] == texts(wanted)
         assert [tuple(request.steps) for request in requests] == [output.drafts for output in wanted]
-        llm.engine.scheduler.check_integrity()
 
 
 def test_slots_of_rejected_rows_are_never_read() -> None:

@@ -106,6 +106,13 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
     3: (
         ["generate", "x", "--draft", "bad"], ["bench", "bad"], ["convert", "bad", "out", "--to", "vllm"],
         ["diagnose", "bad", "--target", "tiny"], ["bench", "wide", "-t", "tiny"],
+        # a draft without a tensor
+        ["generate", "x", "-d", "lacking", "-t", "tiny"],
+        ["eval-acceptance", "--disaggregated", "--prefill-draft", "lacking"],
+        *([name, "lacking", "-t", "tiny"] for name in ("bench", "tune", "eval-acceptance")),
+        # a target without weights
+        ["generate", "x", "-d", "copy", "-t", "bare"], ["dump", "bare", "--taps", "1", "--output", "dump"],
+        *([name, "copy", "-t", "bare"] for name in ("bench", "tune", "eval-acceptance", "diagnose")),
     ),
     4: (
         *([name, "-p", "none.jsonl"] for name in PROMPTED), ["diagnose", "tiny", "-p", "none.jsonl"],
@@ -125,6 +132,12 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
     5: (
         ["eval-acceptance", "--workers", "2"], ["generate", "x", "--tree", "4", "--draft", "tiny:dspark"],
         ["tune", "tiny:dspark", "--tree", "4"], ["diagnose", "copy", "-t", "copy"],
+        # a target that nothing runs here, and settings that no kernels compute
+        ["generate", "x", "-d", "copy", "-t", "unknown"], ["dump", "unknown", "--taps", "1", "--output", "dump"],
+        *([name, "copy", "-t", "unknown"] for name in ("bench", "tune", "eval-acceptance", "diagnose")),
+        *([name, "--kernels", "triton", "--dtype", "float64"] for name in ("bench", "tune", "eval-acceptance")),
+        ["generate", "x", "--tensor-parallel", "3"],
+        ["generate", "x", "--target-runtime", "transformers-cache", "--tree", "4"],
     ),
 }  # fmt: skip
 """Exit code -> commands that are refused before anything is loaded."""
@@ -152,6 +165,14 @@ def test_refusals_come_before_torch(tmp_path: Path) -> None:
     wide = shutil.copytree(tmp_path / "copy", tmp_path / "wide")
     config = json.loads((wide / "config.json").read_text())
     (wide / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    lacking = shutil.copytree(tmp_path / "copy", tmp_path / "lacking")
+    tensors = (lacking / "model.safetensors").read_bytes()
+    (lacking / "model.safetensors").write_bytes(tensors.replace(b'"norm.weight"', b'"nurm.weight"', 1))
+    unknown = shutil.copytree(tiny_directory() / "target", tmp_path / "unknown")
+    config = json.loads((unknown / "config.json").read_text())
+    (unknown / "config.json").write_text(json.dumps(config | {"model_type": "hyena"}))
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
     wanted = [[arguments, code] for code, commands in REFUSED.items() for arguments in commands]
     done = python("-c", script, json.dumps([arguments for arguments, _ in wanted]), env=environment, cwd=tmp_path)
     assert [json.loads(line)[:2] for line in done.stdout.splitlines()] == wanted, done.stderr

@@ -6,6 +6,7 @@ states. Each file is renamed into place when it is complete, so an interrupted d
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from dflash_runtime.checkpoint.digests import hash_file
 from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointError, UsageError
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 CONVENTION = "tap i is the output of decoder layer i, counted from 0; after the last layer, before the final norm"
@@ -68,7 +70,7 @@ class DumpSummary(Shown):
 
     def summary(self) -> list[str]:
         num_requests = len(self.manifest.requests or ())
-        return [f"{self.num_written} answers written, {num_requests} in all, {len(self.failed)} failed"]
+        return [f"{plural(self.num_written, 'answer')} written, {num_requests} in all, {len(self.failed)} failed"]
 
     @property
     def document(self) -> DumpManifest:
@@ -164,13 +166,20 @@ def _prepare(request: DumpPlan, manifest: DumpManifest) -> None:
     if request.resume and (folder / MANIFEST).is_file():
         hint = "give the same target and options again, or name another folder with --output"
         check_settings(folder, read_manifest(folder).settings, manifest.settings, hint)
+    is_new = not folder.exists()
     folder.mkdir(exist_ok=True)
     for remains in folder.glob(".*.tmp-*"):
         remains.unlink()
     if not request.resume:
         for file in folder.glob(FILES):
             file.unlink()
-    _write_manifest(folder, manifest)
+    try:
+        _write_manifest(folder, manifest)
+    except BaseException:
+        with suppress(OSError):  # as on a full disk
+            if is_new:
+                folder.rmdir()
+        raise
 
 
 def _known_files(request: DumpPlan, manifest: DumpManifest) -> dict[tuple[str, int, int], DumpedText]:

@@ -16,6 +16,7 @@ from dflash_cli.acceptance.intervals.resampling import linear_bounds, resampled_
 from dflash_runtime.documents import INLINE, NOT_REQUIRED, computed_key
 from dflash_runtime.metrics import AcceptanceCounts, count_acceptance
 from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request_output import RequestOutput
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ class Interval:
 def limit_text(num_prompts: int, confidence: float) -> str:
     """`64 distinct prompts can lack a kind of prompt that is rarer than 1 in 21`, at the interval's error rate."""
     share = ShareOfPrompts(0, num_prompts).upper(1 - confidence)
-    return f"{num_prompts} distinct prompts can lack a kind of prompt that is rarer than 1 in {int(1 / share)}"
+    return (
+        f"{plural(num_prompts, 'distinct prompt')} can lack a kind of prompt that is rarer than 1 in {int(1 / share)}"
+    )
 
 
 def value_text(value: float | None, interval: Interval | None = None, form: str = ".3f") -> str:

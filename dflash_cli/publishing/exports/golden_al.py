@@ -23,6 +23,7 @@ from dflash_cli.publishing.exports.export_format import (
 )
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
 from dflash_runtime.notices import Notice
+from dflash_runtime.phrases import plural
 
 CATEGORY, ANSWER_LEN = "coding", 4096
 METADATA = "_metadata"
@@ -164,7 +165,7 @@ def _conditions(evaluation: Evaluation, summary: Summary) -> list[str]:
     lines = [
         "Acceptance lengths: key = num_speculative_tokens, value = 1 + accepted / steps.",
         f"dataset: {evaluation.prompts.name} | {sampling} | output_len: {settings.get('max_new_tokens')}",
-        f"measured with dflash-cli on {summary.num_conversations} prompts, {evaluation.measured.date}",
+        f"measured with dflash-cli on {plural(summary.num_conversations, 'prompt')}, {evaluation.measured.date}",
     ]
     if interval is not None:
         lines.append(f"first entry: {100 * interval.confidence:g}% interval [{interval.low:.2f}, {interval.high:.2f}]")

@@ -3,8 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dflash_cli.checkpoints.checkpoint_identity import TargetFingerprint, target_fingerprint
-from dflash_cli.checkpoints.references import TINY, TINY_TARGET_NAME
+from dflash_cli.checkpoints.checkpoint_identity import (
+    TargetFingerprint,
+    may_name_one_target,
+    published_name,
+    target_fingerprint,
+)
 from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check, check_weights
 from dflash_cli.rules.subject import Subject
@@ -40,8 +44,7 @@ def verifier_is_the_target(subject: Subject) -> Iterator[Problem]:
     reference = subject.plan.target_reference
     if not isinstance(name, str) or not name or reference is None:
         return
-    given = TINY_TARGET_NAME if reference == TINY else reference.partition("@")[0].rstrip("/")
-    if given != name and given.rpartition("/")[2] != name.rpartition("/")[2]:
+    if not may_name_one_target(name, reference):
         yield Problem(subject.at("verifier_name"), f"names {name}, but {reference} is given")
 
 
@@ -73,8 +76,8 @@ def verifier_is_of_the_targets_kind(subject: Subject) -> Iterator[Problem]:
 )
 def settings_are_the_published_ones(subject: Subject) -> Iterator[Problem]:
     """Block size and tapped layers match the drafts published for this target."""
-    reference = (subject.plan.target_reference or "").partition("@")[0].lower()
-    known = PUBLISHED.get(reference)
+    reference = subject.plan.target_reference
+    known = PUBLISHED.get(str(published_name(reference) if reference is not None else None).lower())
     if known is None or subject.stated.taps is None or subject.stated.block_size is None:
         return
     mine = (subject.stated.block_size, tuple(subject.stated.taps))

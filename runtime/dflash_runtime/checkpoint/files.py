@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from dflash_runtime.checkpoint.gguf import refuse_gguf
 from dflash_runtime.checkpoint.layout import StoredRows
 from dflash_runtime.checkpoint.strict_json import parse_json, read_json, regular_size
-from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, TensorMismatch
+from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, TensorMismatch, unreadable
 from dflash_runtime.json_values import is_int
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,9 @@ MAX_TENSORS = 50_000
 """The most tensors in one file, read in seconds. A shard of the largest published checkpoint has a fraction of it."""
 
 MAX_NAME_BYTES = 255
+ADAPTER = "adapter_config.json"
+"""If this file exists, transformers loads the model that it names instead of the checkpoint's."""
+
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 DTYPE_BYTES: Mapping[str, float] = {
@@ -130,6 +133,10 @@ class Checkpoint:
         """The names of the files beside `config.json`."""
         return frozenset(item.name for item in self.path.iterdir())
 
+    def check_headers(self) -> None:
+        """Read all headers. Refuses weights that are absent, cut off or malformed."""
+        _ = self.tensors
+
     def read_headers(self, names: Sequence[str]) -> Iterable[dict[str, TensorInfo]]:
         """Read the headers of the named weight files, in this order."""
         for name in names:
@@ -186,6 +193,13 @@ class Checkpoint:
         return read_json(path) if path.exists() else None
 
 
+def instead_of_config(names: Collection[str]) -> str | None:
+    """Return the hint for a checkpoint without config.json, if its files tell what it is."""
+    if ADAPTER in names:
+        return f"{ADAPTER}: this is an adapter, such as LoRA; merge it into its base model, and pass the merged model"
+    return None
+
+
 def read_header(file: Path, metadata: dict[str, str] | None = None) -> dict[str, TensorInfo]:
     """Read the header of one safetensors file, and return its tensors by name. Its metadata is added to `metadata`.
 
@@ -197,7 +211,7 @@ def read_header(file: Path, metadata: dict[str, str] | None = None) -> dict[str,
         with file.open("rb") as stream:
             return parse_header(stream.read, size, file, metadata)
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=file) from error
+        raise unreadable(file, error) from error
 
 
 def parse_header(

@@ -11,10 +11,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 from dflash_runtime.checkpoint.strict_json import regular_size
-from dflash_runtime.errors import CheckpointError, UnknownFormat
+from dflash_runtime.errors import CheckpointError, UnknownFormat, unreadable
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
@@ -45,6 +45,12 @@ LAYOUTS = {code: struct.Struct(f"<{code}") for code in SCALARS.values()}
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 TOKENIZER = "tokenizer."
 """Prefix of the keys of a tokenizer."""
+
+
+class ByteSource(Protocol):
+    """Gives the next bytes of a file, or fewer at its end."""
+
+    def read(self, count: int, /) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +142,22 @@ def refuse_gguf(path: Path) -> None:
     """
     file = find_gguf(path)
     if file is not None:
-        architecture = read_gguf(file).architecture
-        text = DRAFTS.get(architecture or "", f"a {architecture} model for llama.cpp, such as a target")
-        raise UnknownFormat(
-            f"GGUF, general.architecture {architecture!r}: {text}; dflash reads only drafts from GGUF files",
-            id="gguf",
-            path=file,
-            field="general.architecture",
-            found=architecture,
-            expected="a safetensors checkpoint",
-            hint="pass the safetensors checkpoint it was made from",
-        )
+        raise other_architecture(read_gguf(file))
+
+
+def other_architecture(header: GgufHeader) -> UnknownFormat:
+    """Return the refusal of a GGUF file that is not used here, such as a target."""
+    architecture = header.architecture
+    text = DRAFTS.get(architecture or "", f"a {architecture} model for llama.cpp, such as a target")
+    return UnknownFormat(
+        f"GGUF, general.architecture {architecture!r}: {text}; dflash reads only drafts from GGUF files",
+        id="gguf",
+        path=header.file,
+        field="general.architecture",
+        found=architecture,
+        expected="a safetensors checkpoint",
+        hint="pass the safetensors checkpoint it was made from",
+    )
 
 
 def read_gguf(file: Path) -> GgufHeader:
@@ -161,13 +172,14 @@ def read_gguf(file: Path) -> GgufHeader:
     try:
         size = regular_size(file)
         with file.open("rb") as stream:
-            return _read_header(_Cursor(file, stream, size), size)
+            return read_gguf_stream(file, stream, size)
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=file) from error
+        raise unreadable(file, error) from error
 
 
-def _read_header(cursor: "_Cursor", size: int) -> GgufHeader:
-    file = cursor.file
+def read_gguf_stream(file: Path, stream: ByteSource, size: int) -> GgufHeader:
+    """Read the header of `file` from a stream of its `size` bytes; see `read_gguf`."""
+    cursor = _Cursor(file, stream, size)
     if cursor.take(4) != MAGIC:
         raise CheckpointError("not a GGUF file", id="not-gguf", path=file, expected="the bytes GGUF at the start")
     version = cursor.number("I")
@@ -248,7 +260,7 @@ def _wrong(file: Path, id: str, field: str, found: object, expected: str) -> Che
 class _Cursor:
     """Reads the header from its first byte on, in chunks, and never more than the file or the limit holds."""
 
-    def __init__(self, file: Path, stream: BinaryIO, size: int) -> None:
+    def __init__(self, file: Path, stream: ByteSource, size: int) -> None:
         self.file, self.at = file, 0
         self._stream, self.data = stream, bytearray()
         self._limit = min(size, MAX_HEADER_BYTES)

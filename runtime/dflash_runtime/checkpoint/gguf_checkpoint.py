@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflash_runtime.checkpoint.files import DTYPE_BYTES, Checkpoint, TensorInfo
-from dflash_runtime.checkpoint.gguf import DRAFTS, GgufHeader, find_gguf, read_gguf
+from dflash_runtime.checkpoint.gguf import DRAFTS, GgufHeader, find_gguf, other_architecture, read_gguf
 from dflash_runtime.checkpoint.layout import SINKS
 from dflash_runtime.checkpoint.strict_json import parse_json
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError
@@ -166,10 +166,18 @@ def open_stored(path: str | Path) -> Checkpoint:
     if not where.exists():
         raise CheckpointNotFound("no such directory", path=where)
     file = find_gguf(where)
-    header = None if file is None else read_gguf(file)
-    if header is None or header.architecture not in DRAFTS:
-        return Checkpoint(where)
-    return GgufCheckpoint(where, header)
+    return Checkpoint(where) if file is None else draft_in_gguf(where, read_gguf(file))
+
+
+def draft_in_gguf(path: Path, header: GgufHeader) -> GgufCheckpoint:
+    """Return the draft of a GGUF file.
+
+    Raises:
+        UnknownFormat: the file is not a draft.
+    """
+    if header.architecture not in DRAFTS:
+        raise other_architecture(header)
+    return GgufCheckpoint(path, header)
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
+from dflash_runtime.checkpoint.files import ADAPTER
 from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8, stated_quantization
 from dflash_runtime.checkpoint.gemma4_config import GEMMA4, read_gemma4_config
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
@@ -63,9 +64,6 @@ TRIAL_WORDS = {
     "target-head": "its head does more to its logits than scale and cap them",
 }
 """Refusals after a trial that depend on a model's code, not on its sizes -> the reason in words."""
-
-ADAPTER = "adapter_config.json"
-"""If this file exists, transformers loads the model that it names instead of the checkpoint's."""
 
 CONFIG_READERS: Mapping[str, Callable[[Mapping[str, Any], Path], TargetConfig]] = {
     **dict.fromkeys(HYBRIDS, read_hybrid_config),
@@ -162,7 +160,7 @@ def how_it_runs(
     try:
         if wanted in ("auto", "native"):
             try:
-                (refuse_native or _refuse_native)(source)
+                (refuse_native or native_config)(source)
                 return RunsHere("native", kept_packed(source))
             except UnsupportedError as error:
                 if wanted == "native":
@@ -242,17 +240,27 @@ def release_note() -> Notice | None:
     return Notice(text, id="other-transformers")
 
 
-def _refuse_native(source: TargetSource) -> None:
+def native_config(source: TargetSource) -> TargetConfig | None:
+    """Return the config of a target as its native family reads it; None if only the family's file can read it.
+
+    Raises:
+        UnsupportedError: no native family runs the target.
+        CheckpointError: the config is malformed.
+    """
     families = native_families()
     kind = source.facts.model_type
     if kind not in families:
         raise without_native_family(source, frozenset(families))
     checkpoint, read_config = source.checkpoint, CONFIG_READERS.get(kind)
+    found = None
     if read_config is not None:
-        refuse_other_layers(read_config(checkpoint.config, checkpoint.config_path), checkpoint.config_path)
+        found = read_config(checkpoint.config, checkpoint.config_path)
     elif not families[kind]:
-        refuse_other_layers(source.config, checkpoint.config_path)
+        found = source.config
+    if found is not None:
+        refuse_other_layers(found, checkpoint.config_path)
     refuse_quantised(source)
+    return found
 
 
 def refuse_quantised(source: TargetSource) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dflash_runtime.errors import CheckpointError
+from dflash_runtime.errors import CheckpointError, unreadable
 
 MAX_JSON_BYTES = 64_000_000
 MAX_ROWS_BYTES = 2_000_000_000
@@ -57,7 +57,7 @@ def read_json(path: Path, *, is_config: bool = False) -> dict[str, Any]:
             hint="pass the directory that holds config.json",
         ) from error
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", id="file-unreadable", path=path) from error
+        raise unreadable(path, error) from error
     return parse_json(text, path, is_config=is_config)
 
 

@@ -83,7 +83,7 @@ def check_capability(
     """Refuse a pair, or a draft alone, if a layer needs attention that the backend lacks.
 
     With `has_fp8_pages`, also refuse a backend without KV in FP8, and a target that keeps its own cache. With
-    `num_tree_nodes` above 0, also refuse what cannot verify trees of this size; see `check_trees`.
+    `num_tree_nodes` above 0, also refuse a pair that cannot verify trees of this size.
 
     Raises:
         UnsupportedError: names the layer, its attention, and the backends that compute it.
@@ -94,10 +94,14 @@ def check_capability(
             id="dtype-not-computed", field="dtype", found=dtype,
             expected=f"{_listed(capability.dtypes)} for the {backend} backend{_others(dtype, backends)}",
         )  # fmt: skip
-    if has_fp8_pages:
-        _check_fp8_pages(backend, target, backends)
+    if has_fp8_pages and not capability.fp8_pages:
+        raise UnsupportedError(
+            id="fp8-kv-not-computed", field="--kv-dtype", found="fp8", expected=f"auto for the {backend} backend"
+        )
+    if target is not None and target.own_cache is not None:
+        refuse_without_pages(target.model_type, has_fp8_pages=has_fp8_pages, num_tree_nodes=num_tree_nodes)
     if num_tree_nodes:
-        check_trees(target, draft)
+        _check_tree_drafts(draft)
         _check_recurrent_trees(capability, target, num_tree_nodes, recurrent_rows)
     for need in _needs(target, draft):
         if not capability.can(need):
@@ -120,34 +124,30 @@ def check_capability(
             )  # fmt: skip
 
 
-def _check_fp8_pages(backend: str, target: TargetConfig | None, backends: Mapping[str, Capability]) -> None:
-    """Refuse KV in FP8 for a backend without it, and for a target that keeps its own cache.
+def refuse_without_pages(model_type: str, *, has_fp8_pages: bool, num_tree_nodes: int) -> None:
+    """Refuse KV in FP8 and trees for a target that keeps its own cache.
 
     Raises:
-        UnsupportedError: names the backend or the target.
+        UnsupportedError: names the target's type.
     """
-    if not backends[backend].fp8_pages:
+    if has_fp8_pages:
         raise UnsupportedError(
-            id="fp8-kv-not-computed", field="--kv-dtype", found="fp8", expected=f"auto for the {backend} backend"
-        )
-    if target is not None and target.own_cache is not None:
-        raise UnsupportedError(
-            f"the {target.model_type} target keeps KV in its own cache, and dflash stores only KV pages in FP8",
+            f"the {model_type} target keeps KV in its own cache, and dflash stores only KV pages in FP8",
             id="fp8-kv-without-pages", field="--kv-dtype", found="fp8", hint="--kv-dtype auto",
         )  # fmt: skip
+    if num_tree_nodes:
+        raise UnsupportedError(
+            f"the {model_type} target keeps KV in its own cache, and dflash verifies trees only over KV pages",
+            id="tree-without-pages", field="--tree", found=model_type, hint="leave out --tree",
+        )  # fmt: skip
 
 
-def check_trees(target: TargetConfig | None, draft: DraftConfig | None) -> None:
-    """Refuse trees for a target with its own cache, and for a draft with a Markov head, whatever the backend.
+def _check_tree_drafts(draft: DraftConfig | None) -> None:
+    """Refuse trees for a draft with a Markov head, whatever the backend.
 
     Raises:
-        UnsupportedError: names the target's type or the draft's family.
+        UnsupportedError: names the draft's family.
     """
-    if target is not None and target.own_cache is not None:
-        raise UnsupportedError(
-            f"the {target.model_type} target keeps KV in its own cache, and dflash verifies trees only over KV pages",
-            id="tree-without-pages", field="--tree", found=target.model_type, hint="leave out --tree",
-        )  # fmt: skip
     if draft is not None and draft.markov is not None:
         raise UnsupportedError(
             f"a {draft.family} draft chooses each token after all tokens before it, and --tree needs one distribution "

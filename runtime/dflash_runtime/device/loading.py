@@ -9,6 +9,7 @@ import torch
 
 from dflash_kernels.kv_format import KVScales
 from dflash_kernels.suite import Kernels
+from dflash_runtime.checkpoint.draft_tensors import owned_tensors
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.checkpoint.runs_here import TargetRuntime, kept_packed
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
@@ -28,7 +29,7 @@ from dflash_runtime.device.settings import (
 from dflash_runtime.device.splitting import check_split
 from dflash_runtime.device.spreading import resolve_spread
 from dflash_runtime.draft_config import DraftConfig
-from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights, owned_tensors
+from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
 from dflash_runtime.drafts.lookups import lookups
 from dflash_runtime.engine_config import EXACT_REQUESTS, EngineConfig
 from dflash_runtime.errors import UsageError

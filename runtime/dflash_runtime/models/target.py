@@ -34,7 +34,8 @@ from dflash_runtime.models.hosted_quantization import quantised_bytes
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.own_cache_trial import load_own_cache
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target_shares import OPTION, Cut, cut_info, cut_tensors, share_config
+from dflash_runtime.models.rank_sizes import OPTION
+from dflash_runtime.models.target_shares import Cut, cut_info, cut_tensors, share_config
 from dflash_runtime.models.text_part import text_tensors
 from dflash_runtime.models.weights import Weights, load_weights, loaded_bytes, native_bytes
 from dflash_runtime.ranks.rank_group import ALONE, Ranks

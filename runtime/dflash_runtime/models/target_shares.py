@@ -9,7 +9,7 @@ The axis along which a tensor is split follows from its shapes in the whole conf
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.fp8_format import Fp8Format
 from dflash_runtime.checkpoint.layout import Shapes
 from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.models.rank_sizes import MXFP4, OPTION, check_sizes
 from dflash_runtime.ranks.rank_group import Ranks
 from dflash_runtime.target_config import TargetConfig
 
@@ -32,15 +33,8 @@ ADDED_ONCE = ("o_proj.bias", "down_proj.bias", "down_proj_bias")
 BY_IDS = ("embed_tokens.weight", "lm_head.weight")
 """Ends of the names of tensors with a row for each token id."""
 
-MXFP4 = "mxfp4"
-
 FILLED = ("_proj_blocks", "_proj_scales", "gate_up_proj_bias")
 """Ends of the names of packed experts' tensors. Zeros may fill up the last rank's part."""
-
-OPTION = "--tensor-parallel"
-
-MOST_NAMED = 8
-"""The largest number of ranks that a hint names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +78,7 @@ def share_config(config: TargetConfig, size: int) -> TargetConfig:
     """
     if size == 1:
         return config
-    _check_sizes(config, size)
+    check_sizes(config, size)
     own, experts = config.recurrence, config.experts
     if own is not None:
         own = replace(
@@ -108,40 +102,6 @@ def share_config(config: TargetConfig, size: int) -> TargetConfig:
 
 def _share_of_kv(count: int, size: int) -> int:
     return max(1, count // size)
-
-
-def _check_sizes(config: TargetConfig, size: int) -> None:
-    """Refuse a number of ranks that does not divide the target.
-
-    Raises:
-        UnsupportedError: names the first size that is not a multiple, and the numbers of ranks that fit.
-    """
-    sizes, counts = _split_sizes(config), {count for count, _ in config.kv_shapes}
-
-    def misfits(size: int) -> Iterator[tuple[str, int]]:
-        yield from ((name, value) for name, value in sizes.items() if value % size)
-        yield from (("num_key_value_heads", count) for count in counts if count % size and size % count)
-
-    for name, value in misfits(size):
-        fitting = [str(other) for other in range(2, MOST_NAMED + 1) if not any(misfits(other))]
-        raise UnsupportedError(
-            id="not-divided-by-ranks", field=name, found=value, expected=f"a multiple of {OPTION} {size}",
-            hint=f"{OPTION} {' or '.join(fitting)} fits this target" if fitting else f"leave out {OPTION}",
-        )  # fmt: skip
-
-
-def _split_sizes(config: TargetConfig) -> dict[str, int]:
-    """The sizes that ranks divide, by their keys in a config."""
-    own, experts = config.recurrence, config.experts
-    sizes = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
-    if experts is not None:
-        if config.quantization != MXFP4:
-            sizes["moe_intermediate_size"] = experts.intermediate_size
-        if experts.shared_size is not None:
-            sizes["shared_expert_intermediate_size"] = experts.shared_size
-    if own is not None:
-        sizes |= {"linear_num_key_heads": own.num_key_heads, "linear_num_value_heads": own.num_value_heads}
-    return sizes
 
 
 def cut_tensors(whole: Shapes, own: Shapes, ranks: Ranks, widths: Mapping[str, tuple[int, ...]]) -> dict[str, Cut]:

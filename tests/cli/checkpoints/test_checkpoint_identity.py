@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.checkpoints.checkpoint_identity import Identity, identify
+from dflash_cli.checkpoints.checkpoint_identity import Identity, identify, may_name_one_target, published_name
+from dflash_cli.checkpoints.references import TINY_TARGET_NAME, tiny_directory
 from dflash_runtime.checkpoint import digests
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.documents import to_json
@@ -91,3 +92,34 @@ def test_a_snapshot_of_the_hub_has_its_name_and_commit(tmp_path: Path) -> None:
     support.make_native(path)
     found = of(path, "my-org/my--draft")
     assert (found.name, found.commit, found.modified_ns) == ("my-org/my--draft", commit, None)
+
+
+CACHED = f"hub/models--Qwen--Qwen3-8B/snapshots/{'a' * 40}"
+
+
+def test_names_of_one_target_are_not_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the name that a trainer on another machine wrote: the path of a snapshot that is not here."""
+    monkeypatch.chdir(tmp_path)
+    bundled = str(tiny_directory() / "target")
+    Path(CACHED).mkdir(parents=True)
+    Path("linked").symlink_to(CACHED)
+    Path("models/Qwen3-8B").mkdir(parents=True)
+    of_tiny = ("tiny", TINY_TARGET_NAME, bundled, f"{bundled}/")
+    of_qwen = (
+        "Qwen/Qwen3-8B", "qwen/qwen3-8b@main", CACHED, f"{CACHED}/", "linked", "models/Qwen3-8B", f"/root/{CACHED}",
+    )  # fmt: skip
+    for names in (of_tiny, of_qwen):
+        assert all(may_name_one_target(first, second) for first in names for second in names)
+    assert not any(may_name_one_target(first, second) for first in of_tiny for second in of_qwen)
+    assert {published_name(name) for name in of_tiny} == {TINY_TARGET_NAME}
+    assert [published_name(name) for name in (*of_qwen[2:5], "models/Qwen3-8B")] == ["Qwen/Qwen3-8B"] * 3 + [None]
+
+
+def test_a_conversion_and_its_check_name_the_target_alike(tmp_path: Path) -> None:
+    draft, target = support.make_native(tmp_path / "draft"), support.make_target(tmp_path / CACHED)
+    converted = ("convert", draft, tmp_path / "out", "--to", "speculators", "--target", target)
+    assert support.invoke(*converted).code == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "Qwen/Qwen3-8B"
+    document = json.loads(support.invoke("validate", tmp_path / "out", "--target", target, "--json").out)
+    assert "P08" not in {item["id"] for item in document["findings"]}

@@ -163,9 +163,19 @@ def test_a_full_disk_is_named_and_leaves_whole_files(tmp_path: Path, monkeypatch
     assert (path.parent, path.suffix) == (folder, ".safetensors")
     assert len(files_of(folder)) == 2
     assert len(list(folder.iterdir())) == 3
+    assert "--resume" in str(full.error.hint)
     done = support.run_main(*REPLAY, "--dump", folder, "--head-from", "tiny")
     assert "incomplete-dump" in done.notices
     assert support.run_main(*DUMP, folder, "--resume").err.splitlines()[-1].startswith("6 answers written, 8 in all")
+
+
+def test_a_full_disk_at_the_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dflash_cli.acceptance.dumps.dump_writer._write_manifest", fill)
+    assert support.run_main(*DUMP, tmp_path / "dump").error_id == "disk-full"
+    assert not (tmp_path / "dump").exists()
 
 
 def test_an_interrupted_dump_keeps_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from dflash_cli.checkpoints.hub import download_snapshot
 from dflash_cli.publishing import pull_plan
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
+from dflash_testing.gguf_files import make_gguf
 
 REPO = "acme/draft"
 OTHERS = {"model.bin": b"\x80\x02", "picture.png": b"x", "train.py": b"", "sub/config.json": b"{}"}
@@ -116,3 +117,69 @@ def test_repositories_without_a_draft_are_refused_before_a_download(
              (REPO, "-o", "absent/draft"): 2}  # fmt: skip
     assert {case: pull(*case).code for case in cases} == cases
     assert not [name for name in ("target", "empty", "none", "draft") if Path(name).exists()]
+
+
+GGUF = "acme/draft-GGUF"
+Q8, BF16 = "draft-Q8_0.gguf", "draft-BF16.gguf"
+
+
+@pytest.fixture
+def quantised(server: hub.LocalHub, tmp_path: Path) -> hub.LocalHub:
+    """Two GGUF files of one draft, and the target's beside them."""
+    (tmp_path / "gguf").mkdir()
+    sound = make_gguf(tmp_path / "gguf" / Q8).read_bytes()
+    target = make_gguf(tmp_path / "gguf" / "target.gguf", general__architecture="qwen3").read_bytes()
+    server.repos[GGUF] = {Q8: sound, BF16: sound + b"\0" * 32, "target.gguf": target, "README.md": b"# x\n", **OTHERS}
+    return server
+
+
+@pytest.mark.parametrize("word", ["Q8_0", "q8_0", Q8])
+def test_a_gguf_file_is_chosen_and_its_folder_is_a_draft(pull: Pull, quantised: hub.LocalHub, word: str) -> None:
+    assert changes(read(pull(GGUF, "--gguf", word, "--json"))) == {Q8: "new", "README.md": "new"}
+    kept = files(Path("draft-GGUF"))
+    assert kept == {name: quantised.repos[GGUF][name] for name in (Q8, "README.md")}
+    assert support.invoke("inspect", "draft-GGUF").code == 0
+    assert support.invoke("validate", "draft-GGUF", "--engine", "llama.cpp").code == 0
+    other = pull(GGUF, "--gguf", BF16, "--force")
+    assert (other.code, other.error_id, files(Path("draft-GGUF"))) == (2, "other-weights-here", kept)
+
+
+def test_one_gguf_file_needs_no_choice(pull: Pull, quantised: hub.LocalHub) -> None:
+    quantised.repos[GGUF] = {Q8: quantised.repos[GGUF][Q8]}
+    assert changes(read(pull(GGUF, "--json"))) == {Q8: "new"}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "id", "found"),
+    [
+        ((), 2, "several-gguf-files", [BF16, Q8, "target.gguf"]),
+        (("--gguf", "draft"), 2, "several-gguf-files", [BF16, Q8]),
+        (("--gguf", "Q4_K_M"), 2, "gguf-not-in-repo", "Q4_K_M"),
+        (("--gguf", "target"), 5, "gguf", "qwen3"),
+    ],
+)
+def test_an_unclear_gguf_file_is_refused_before_a_download(
+    pull: Pull, quantised: hub.LocalHub, options: tuple[str, ...], code: int, id: str, found: object
+) -> None:
+    refused = pull(GGUF, *options)
+    assert refused.error is not None
+    assert (refused.code, refused.error_id, refused.error.found) == (code, id, found)
+    assert refused.error.hint is not None
+    assert not Path("draft-GGUF").exists()
+
+
+def test_only_the_header_of_a_gguf_file_is_read_before_a_download(pull: Pull, quantised: hub.LocalHub) -> None:
+    quantised.repos[GGUF][Q8] += bytes(8 << 20)
+    quantised.forget()
+    assert pull(GGUF, "--gguf", "Q8_0", "--dry-run").code == 0
+    assert quantised.num_bytes < 2 << 20
+
+
+@pytest.mark.parametrize("command", ["inspect", "bench"])
+def test_commands_that_take_a_repository_name_pull_for_gguf(
+    quantised: hub.LocalHub, command: str, tmp_path: Path
+) -> None:
+    refused = hub.run(command, GGUF, env=hub.environment(quantised, tmp_path / "home"))
+    assert (refused.code, refused.error_id) == (3, "config-missing")
+    assert refused.error is not None
+    assert f"dflash pull {GGUF}" in (refused.error.hint or "")

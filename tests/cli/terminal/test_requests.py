@@ -18,6 +18,7 @@ from dflash_cli.terminal.command_line import (
     Entry,
     _for_typer,
     load_command,
+    parameters_of_command,
     read_request,
     request_class,
 )
@@ -270,3 +271,33 @@ def test_every_unit_is_a_power_of_1024(text: str, expected: int) -> None:
 def test_texts_that_are_not_sizes(text: str) -> None:
     with refuses(UsageError, field="--memory", found=text, expected=SIZE):
         named("memory").read(text)
+
+
+GATES = {
+    "strict",
+    "ignore",
+    "min_acceptance",
+    "min_speedup",
+    "tolerance",
+    "gate",
+    "allow_failed",
+    "allow_unlike",
+    "gate_out",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_come_in_the_order_in_which_a_user_needs_them(name: str) -> None:
+    """Under every heading: arguments, the pair, the work, where results go, how a run continues, gates."""
+    members: dict[str, list[Parameter]] = {}
+    for item in parameters_of_command(name):
+        members.setdefault(item.option.group, []).append(item)
+
+    def stage(item: Parameter) -> int:
+        stages = ({"output", "format", "force"}, {"resume", "dry_run", "yes"}, GATES)
+        late = next((at for at, names in enumerate(stages, 3) if item.name in names), 2)
+        return 0 if item.is_argument else 1 if item.name in ("draft", "target") else late
+
+    for group in members.values():
+        stages = [stage(item) for item in group if not item.is_required]
+        assert stages == sorted(stages), [item.name for item in group]

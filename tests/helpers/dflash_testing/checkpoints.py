@@ -319,7 +319,7 @@ def invoke(*args: object) -> Outcome:
 
     from dflash_cli.main import app
 
-    with _recorded() as notices:
+    with recorded_notices() as notices:
         result = CliRunner().invoke(app, [str(arg) for arg in args])
     error = result.exception
     if isinstance(error, DFlashError):
@@ -333,7 +333,7 @@ def invoke(*args: object) -> Outcome:
 
 
 @contextmanager
-def _recorded() -> Iterator[list[str]]:
+def recorded_notices() -> Iterator[list[str]]:
     """The ids of warnings and notes while the block runs."""
     from unittest.mock import patch
 
@@ -366,7 +366,7 @@ def run_main(*args: object) -> Outcome:
         report(error)
 
     with (
-        _recorded() as notices,
+        recorded_notices() as notices,
         patch.object(module, "_report", record),
         patch.object(sys, "argv", ["dflash", *map(str, args)]),
         patch.object(sys, "stdin", StringIO()),

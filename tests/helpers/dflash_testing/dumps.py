@@ -7,7 +7,8 @@ from typing import Any
 
 from dflash_cli.acceptance.dumps.dump_format import Dump, open_dump
 from dflash_cli.acceptance.dumps.dump_writer import DumpPlan, write_dump
-from dflash_cli.acceptance.replay import Replay, Replayed, ReplayRequest
+from dflash_cli.acceptance.replay import Replay, Replayed
+from dflash_cli.acceptance.replay_request import ReplayRequest
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory, tiny_directory
 from dflash_cli.generation.loaded_pair import open_session
