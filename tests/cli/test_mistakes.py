@@ -78,6 +78,7 @@ def test_a_mistake_is_one_line_with_a_way_out(name: str, folder: Path) -> None:
     assert done.error.hint or done.error.expected
     if expected is not None:
         assert done.error.expected == expected
+    assert ("adapter_config.json" in str(done.error.hint)) == ("adapter" in name)
 
 
 def denied(*_: Any, **__: Any) -> Any:
