@@ -173,8 +173,11 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
         with path.open(encoding="utf-8") as lines:
             return parse_rows(lines, str(path))
     except FileNotFoundError as error:
-        hint = "download it first" if "://" in str(prompts) else None
-        raise CheckpointNotFound("no such file", id="no-such-file", path=prompts or path, hint=hint) from error
+        is_address = prompts is not None and "://" in prompts
+        raise CheckpointNotFound(
+            "no such file", id="no-such-file", path=prompts if is_address else path,
+            hint="download it, and name the file" if is_address else None,
+        ) from error  # fmt: skip
     except IsADirectoryError as error:
         expected = "a file with one JSON object per line"
         raise UsageError(

@@ -59,6 +59,7 @@ MISTAKES: dict[str, tuple[list[str], int, str, str | None]] = {
     "an unknown quantisation": (["tune", "tiny", "-t", "packed"], 5, "quantization-unknown", None),
     "prompts as plain text": (["generate", "-p", "lines.txt"], 2, "not-json", None),
     "prompts in another encoding": (["generate", "-p", "latin.jsonl"], 2, "not-utf-8", None),
+    "an address as prompts": (["bench", "-p", "https://a.b/c.jsonl"], 4, "no-such-file", None),
     "a folder as prompts": (["bench", "-p", "draft"], 2, "prompts-in-a-directory", None),
     "a folder as a result": (["report", "draft"], 2, "result-is-directory", "a file with a result"),
     "a file of answers as a result": (["card", "rows.jsonl"], 2, "rows-instead-of-result", "one JSON object"),
@@ -77,6 +78,7 @@ def test_a_mistake_is_one_line_with_a_way_out(name: str, folder: Path) -> None:
     assert done.error.hint or done.error.expected
     if expected is not None:
         assert done.error.expected == expected
+    assert ("adapter_config.json" in str(done.error.hint)) == ("adapter" in name)
 
 
 def denied(*_: Any, **__: Any) -> Any:
