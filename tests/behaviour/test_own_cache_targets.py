@@ -111,6 +111,7 @@ def test_steps_with_several_residual_streams_equal_the_plain_loop(tmp_path: Path
     [
         "mamba",
         "mamba2",
+        "minimax",
         *(
             pytest.param(kind, marks=pytest.mark.slow)
             for kind in OWN_CACHE
@@ -121,7 +122,7 @@ def test_steps_with_several_residual_streams_equal_the_plain_loop(tmp_path: Path
 def test_a_target_runs_in_bfloat16(kind: str, tmp_path: Path) -> None:
     """Some families add their residuals in float32, whatever the dtype of the weights.
 
-    The trial refuses this minimax: its state is in bfloat16, and the weights are so large that the roundings show.
+    In this minimax the state is in bfloat16, and the weights are so large that the roundings show.
     """
     make_model(tmp_path, kind)
     target = host_own_cache(tmp_path, torch.bfloat16)

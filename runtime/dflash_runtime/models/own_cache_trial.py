@@ -4,10 +4,15 @@ Families differ in how they read several tokens after a cache: some ignore the s
 the rows of a batch may have different lengths. So a trial after loading rejects tokens at several positions, and
 compares the hidden states with forwards without a cache. A way to run a target is used if it is as accurate as
 one text alone, read token by token.
+
+Rounding in a narrow dtype may change hidden states as much as a wrong cache does: routers with nearly equal scores
+choose other experts. If it changes them by more than a little, the trial is repeated in float32, where differences are
+either tiny or faults.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,27 +105,94 @@ def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.dev
     hidden, features, _ = target._forward(token_ids[None], (0,), (0,), use_cache=False)
     check_features(config, None if features is None else features[0], hidden[0])
     check_head(config, target.head, hidden[0], said)
-    few, many = (_fill(target, token_ids[:count]).cache for count in (1, num_tokens))
-    target.layout = find_layout(few, many, (1, num_tokens))
-    starts = (1, num_tokens - sum(TRIAL_KEPT))
-    noise = max(_distance(target, [token_ids], [hidden[0]], [start]) for start in starts)
-    if not noise <= max(LEAST_TOLERANCE, torch.finfo(hidden.dtype).eps ** 0.5):
-        why = f"its hidden states with a cache differ from those without by {noise:.2g}"
-        raise not_run(config.model_type, why, id="target-cache-differs")
-    allowed = max(NOISE_FACTOR * noise, torch.finfo(hidden.dtype).eps)
-    starts_of_texts = [([token_ids], [hidden[0]], [start]) for start in starts]
-    for can_crop, makes_masks in _ways(target, many):
-        target.reads_at_once, target.can_crop, target.makes_masks = True, can_crop, makes_masks
-        if all(_problem(target, *given, allowed) is None for given in starts_of_texts):
-            break
-    else:
-        target.reads_at_once = target.can_crop = target.makes_masks = False
-    if target.reads_at_once:
-        target.chunks = find_chunks(target.decoder)
-        if any(_problem(target, *given, allowed) for given in starts_of_texts):
-            target.chunks = ()
-    target.batching = _find_batching(target, token_ids, allowed)
+    _find_ways(target, model, token_ids)
     target.config = replace(config, own_cache=_measure(target, token_ids))
+
+
+def _find_ways(target: OwnCacheTarget, model: "PreTrainedModel", token_ids: Tensor) -> None:
+    """Find how the target must run, in float32 if rounding is as large as faults and memory allows."""
+    # Constants that were rounded to a narrow dtype stay rounded in float32, so its tolerance holds there too.
+    tolerance = max(LEAST_TOLERANCE, torch.finfo(target.embedding.dtype).eps ** 0.5)
+    trial = _Trial.of(target, token_ids)
+    if NOISE_FACTOR * trial.noise > tolerance and not any(item.is_meta for item in model.parameters()):
+        with suppress(torch.OutOfMemoryError), _in_float32(target, model):
+            return _Trial.of(target, token_ids).find_ways(tolerance)
+    return trial.find_ways(tolerance)
+
+
+@contextmanager
+def _in_float32(target: OwnCacheTarget, model: "PreTrainedModel") -> Iterator[None]:
+    """Run the model with float32 copies of its weights within the block."""
+    narrow = [item for item in (*model.parameters(), *model.buffers()) if item.dtype in (torch.float16, torch.bfloat16)]
+    kept, embedding = [item.data for item in narrow], target.embedding
+    try:
+        with torch.inference_mode(False):
+            for item in narrow:
+                item.data = item.data.float()
+            target.embedding = embedding.float()
+        yield
+    finally:
+        target.embedding = embedding
+        for item, data in zip(narrow, kept, strict=True):
+            item.data = data
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A trial of a target with one text, in the dtype that its weights have now.
+
+    hidden   [T, hidden] without a cache
+    whole    the cache of all tokens
+    noise    relative difference of hidden states with a cache that reads token by token
+    """
+
+    target: OwnCacheTarget
+    token_ids: Tensor
+    hidden: Tensor
+    whole: Any
+    noise: float
+
+    @classmethod
+    def of(cls, target: OwnCacheTarget, token_ids: Tensor) -> "_Trial":
+        """Find how tokens lie in the cache, and read a text token by token."""
+        num_tokens = len(token_ids)
+        target.reads_at_once = target.can_crop = target.makes_masks = False
+        hidden = target._forward(token_ids[None], (0,), (), use_cache=False)[0][0]
+        few, many = (_fill(target, token_ids[:count]).cache for count in (1, num_tokens))
+        target.layout = find_layout(few, many, (1, num_tokens))
+        trial = cls(target, token_ids, hidden, many, 0.0)
+        return replace(trial, noise=max(_distance(target, *trial._text(start)) for start in trial._starts))
+
+    @property
+    def _starts(self) -> tuple[int, int]:
+        return 1, len(self.token_ids) - sum(TRIAL_KEPT)
+
+    def _text(self, start: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
+        return [self.token_ids], [self.hidden], [start]
+
+    def find_ways(self, tolerance: float) -> None:
+        """Set how the target reads blocks and which texts share a cache. A text may differ by `tolerance` of its norm.
+
+        Raises:
+            UnsupportedError: a text that is read token by token differs.
+        """
+        target = self.target
+        if not self.noise <= tolerance:
+            why = f"its hidden states with a cache differ from those without by {self.noise:.2g}"
+            raise not_run(target.config.model_type, why, id="target-cache-differs")
+        allowed = max(NOISE_FACTOR * self.noise, torch.finfo(self.hidden.dtype).eps)
+        texts = [self._text(start) for start in self._starts]
+        for can_crop, makes_masks in _ways(target, self.whole):
+            target.reads_at_once, target.can_crop, target.makes_masks = True, can_crop, makes_masks
+            if all(_problem(target, *text, allowed) is None for text in texts):
+                break
+        else:
+            target.reads_at_once = target.can_crop = target.makes_masks = False
+        if target.reads_at_once:
+            target.chunks = find_chunks(target.decoder)
+            if any(_problem(target, *text, allowed) for text in texts):
+                target.chunks = ()
+        target.batching = _find_batching(target, self.token_ids, allowed)
 
 
 def _ways(target: OwnCacheTarget, cache: Any) -> Iterator[tuple[bool, bool]]:
