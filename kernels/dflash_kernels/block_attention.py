@@ -119,11 +119,11 @@ def attend_ref(
     visible     [R, N, C + N] bool, the keys that each row sees
     """
     # Slots outside the context may hold NaN. A weight of zero does not remove NaN, so these slots are set to zero.
-    hole = ~is_context[:, :, None, None]
-    caches = (key_cache, value_cache)
-    context_keys, context_values = (cache[page_table].flatten(1, 2).to(query.dtype) for cache in caches)
-    keys = torch.cat((context_keys.masked_fill(hole, 0), block_keys), dim=1)
-    values = torch.cat((context_values.masked_fill(hole, 0), block_values), dim=1)
+    hole, pages = ~is_context[:, :, None, None], page_table.flatten()
+    keys, values = (
+        torch.cat((_read_pages(cache, pages, hole, query.dtype), block), dim=1)
+        for cache, block in ((key_cache, block_keys), (value_cache, block_values))
+    )
     heads = (query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
     scale = scales.key / math.sqrt(query.shape[3])
     if softmax.cap is None and softmax.sinks is None:
@@ -136,6 +136,12 @@ def attend_ref(
         attended = attended * scales.value
     attended = attended.transpose(1, 2)
     return attended if out is None else out.copy_(attended)
+
+
+def _read_pages(cache: Tensor, pages: Tensor, hole: Tensor, dtype: torch.dtype) -> Tensor:
+    """[P, page_size, KV, D] and pages [R * C / page_size] -> [R, C, KV, D], with zeros where `hole` [R, C, 1, 1] is."""
+    rows = cache.index_select(0, pages).to(dtype)
+    return rows.view(*hole.shape[:2], *cache.shape[2:]).masked_fill_(hole, 0)
 
 
 def _attend_ref(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax, scale: float) -> Tensor:

@@ -103,6 +103,8 @@ def rope_store_ref(
 
 def _rotate_ref(heads: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> Tensor:
     """Rotate heads [T, H, D]."""
+    if cos.shape[1] == heads.shape[2] and turn == HALVES:
+        return rope_ref(heads, cos, sin)
     turned, rest = heads.tensor_split([cos.shape[1]], dim=2)
     if turn.has_adjacent_angles:
         cos, sin = _halves_of(cos), _halves_of(sin)
