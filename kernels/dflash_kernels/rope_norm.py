@@ -10,7 +10,6 @@ Axis letters: T rows, H heads, D head dim.
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
@@ -31,10 +30,8 @@ def rms_norm_ref(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight  [D]   in the dtype of `hidden`; or wider, and then the normalised rows are rounded only once, at the end
     Returns [..., D] in the dtype of `hidden`.
     """
-    if hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64):
-        return weight * functional.rms_norm(hidden, hidden.shape[-1:], eps=eps)  # the same numbers in fewer calls
     wide = hidden if hidden.dtype == torch.float64 else hidden.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (weight * normed.to(weight.dtype)).to(hidden.dtype)
 
 
