@@ -91,10 +91,13 @@ def block_attention_ref(
     context = torch.arange(page_table.shape[1] * key_cache.shape[1], device=query.device)  # [C]
     is_context = context < context_lens[:, None]  # [R, C]
     rows = torch.arange(num_rows, device=query.device)
-    positions = context_lens[:, None] + rows  # [R, N]
-    key_positions = torch.cat((context.expand(num_requests, -1), positions), dim=1)  # [R, C + N]
-    is_key = torch.cat((is_context, torch.ones_like(positions, dtype=torch.bool)), dim=1)
-    visible = is_key[:, None, :] & _visible(positions, key_positions, is_causal, window)  # [R, N, C + N]
+    distance = rows[:, None] - rows  # [N, N], from a row to a key of the block
+    in_block = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    in_context = is_context[:, None].expand(-1, num_rows, -1)
+    if window is not None:
+        in_block = in_block & (distance.abs() < window)
+        in_context = in_context & ((context_lens[:, None] + rows)[:, :, None] - context < window)
+    visible = torch.cat((in_context, in_block.expand(num_requests, -1, -1)), dim=2)  # [R, N, C + N]
     return attend_ref(
         query, block_keys, block_values, key_cache, value_cache, page_table, is_context, visible, softmax, scales, out
     )
@@ -158,19 +161,6 @@ def _attend_ref(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, so
         scores = torch.cat((scores, sinks), dim=3)
     weights = scores.softmax(dim=3)[..., : keys.shape[2]]
     return (weights @ values).to(query.dtype)
-
-
-def _visible(positions: Tensor, key_positions: Tensor, is_causal: bool, window: int | None) -> Tensor:
-    """Return the mask of visible keys: [R, N] x [R, M] -> [R, N, M]."""
-    distance = positions[:, :, None] - key_positions[:, None, :]
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    if is_causal:
-        visible &= distance >= 0
-    if window is not None:
-        visible &= distance < window
-        if not is_causal:
-            visible &= distance > -window
-    return visible
 
 
 def check_softmax(softmax: Softmax, query: Tensor) -> None:

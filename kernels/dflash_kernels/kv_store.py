@@ -40,7 +40,7 @@ def kv_store_ref(
     The reference waits for the device, because it needs the number of rows to store. The kernel does not wait.
     """
     rows = (slots >= 0).nonzero(as_tuple=True)[0]
-    kept = slots if len(rows) == len(slots) else slots[rows]
+    kept = slots if rows.shape == slots.shape else slots[rows]
     places = torch.floor_divide(kept, key_cache.shape[1]), kept % key_cache.shape[1]
     found = []
     for heads, cache, scale in zip((keys, values), (key_cache, value_cache), scales, strict=True):

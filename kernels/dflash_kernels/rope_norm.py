@@ -49,7 +49,7 @@ def add_rms_norm_ref(parts: Tensor, residual: Tensor, weight: Tensor, eps: float
 
 def sum_parts_ref(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Add up parts [P, ...] and round once: -> [...]."""
-    return parts[0] if len(parts) == 1 else parts.sum(0).to(dtype)
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
 
 
 def rope_ref(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
