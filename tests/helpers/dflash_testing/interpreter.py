@@ -181,7 +181,7 @@ def _plan(interpreter: Any, name: str, left: Any, right: Any, made: Any) -> tupl
 
 
 def _address(step: int, pointers: Any, offsets: Any) -> Any:
-    """Addresses of elements of `step` bytes, modulo 2**64. A sum has no axes, and numpy's operators would warn."""
+    """Addresses of elements of `step` bytes, modulo 2**64. Operators of numpy's scalars would warn of an overflow."""
     return np.add(pointers, np.multiply(offsets.astype(np.uint64), np.uint64(step)))
 
 
