@@ -1,6 +1,7 @@
 """The dependencies that pyproject.toml declares are the tested ones."""
 
 import ast
+import re
 import runpy
 import sys
 import tomllib
@@ -43,6 +44,24 @@ def test_what_is_imported_is_declared() -> None:
     installed = metadata.packages_distributions()  # PyYAML for yaml
     distributions = {installed.get(name, [name])[0] for name in found - ours - sys.stdlib_module_names}
     assert {name.lower().replace("-", "_") for name in distributions} <= declared
+
+
+def test_no_imported_module_is_skipped_by_mypy() -> None:
+    """Every name from a skipped module is Any."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    skipped, followed = (
+        {name.removesuffix(".*") for part in settings["overrides"] if part.get("follow_imports") == way
+         for name in part["module"]}
+        for way in ("skip", "normal")
+    )  # fmt: skip
+    assert "torch._inductor" in skipped
+    texts = (file.read_text() for folder in settings["files"] for file in (ROOT / folder).rglob("*.py"))
+    found = {name for text in texts for name in re.findall(r"^\s*(?:from|import) ([\w.]+)", text, re.MULTILINE)}
+    assert {"torch.distributed", "transformers.models.auto.modeling_auto"} <= found
+    for name in found:
+        parts = name.split(".")
+        above = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        assert not above & skipped or above & followed > {"transformers.models"}, name
 
 
 def _imports(text: str) -> Iterator[str]:

@@ -6,8 +6,9 @@ exporters add it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated
 
@@ -110,7 +111,7 @@ def read_metrics(text: str, names: Mapping[str, str], where: str) -> ServerMetri
     )
 
 
-def _counters_of(samples: list[Sample], names: Mapping[str, str], where: str) -> ServerCounters | None:
+def _counters_of(samples: Sequence[Sample], names: Mapping[str, str], where: str) -> ServerCounters | None:
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
     for name, labels, value in samples:
@@ -139,12 +140,14 @@ def _relevant(text: str, names: Mapping[str, str]) -> str:
     return "".join(lines) or text
 
 
-def _samples(text: str, where: str) -> list[Sample]:
+@lru_cache(maxsize=4)
+def _samples(text: str, where: str) -> tuple[Sample, ...]:
+    """The samples of a text. Waiting for a server to come to rest reads the same text many times."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
         families = list(text_string_to_metric_families(text))
-        return [(item.name, item.labels, float(item.value)) for family in families for item in family.samples]
+        return tuple((item.name, item.labels, float(item.value)) for family in families for item in family.samples)
     except (ValueError, LookupError, ArithmeticError) as error:
         said = (str(error).splitlines() or ["no reason"])[0]
         raise _foreign(where, f"no text in Prometheus' format: {shorten(said, 200)}") from error

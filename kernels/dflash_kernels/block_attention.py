@@ -91,10 +91,13 @@ def block_attention_ref(
     context = torch.arange(page_table.shape[1] * key_cache.shape[1], device=query.device)  # [C]
     is_context = context < context_lens[:, None]  # [R, C]
     rows = torch.arange(num_rows, device=query.device)
-    positions = context_lens[:, None] + rows  # [R, N]
-    key_positions = torch.cat((context.expand(num_requests, -1), positions), dim=1)  # [R, C + N]
-    is_key = torch.cat((is_context, torch.ones_like(positions, dtype=torch.bool)), dim=1)
-    visible = is_key[:, None, :] & _visible(positions, key_positions, is_causal, window)  # [R, N, C + N]
+    distance = rows[:, None] - rows  # [N, N], from a row to a key of the block
+    in_block = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
+    in_context = is_context[:, None].expand(-1, num_rows, -1)
+    if window is not None:
+        in_block = in_block & (distance.abs() < window)
+        in_context = in_context & ((context_lens[:, None] + rows)[:, :, None] - context < window)
+    visible = torch.cat((in_context, in_block.expand(num_requests, -1, -1)), dim=2)  # [R, N, C + N]
     return attend_ref(
         query, block_keys, block_values, key_cache, value_cache, page_table, is_context, visible, softmax, scales, out
     )
@@ -119,11 +122,11 @@ def attend_ref(
     visible     [R, N, C + N] bool, the keys that each row sees
     """
     # Slots outside the context may hold NaN. A weight of zero does not remove NaN, so these slots are set to zero.
-    hole = ~is_context[:, :, None, None]
-    caches = (key_cache, value_cache)
-    context_keys, context_values = (cache[page_table].flatten(1, 2).to(query.dtype) for cache in caches)
-    keys = torch.cat((context_keys.masked_fill(hole, 0), block_keys), dim=1)
-    values = torch.cat((context_values.masked_fill(hole, 0), block_values), dim=1)
+    hole, pages = ~is_context[:, :, None, None], page_table.flatten()
+    keys, values = (
+        torch.cat((_read_pages(cache, pages, hole, query.dtype), block), dim=1)
+        for cache, block in ((key_cache, block_keys), (value_cache, block_values))
+    )
     heads = (query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2))
     scale = scales.key / math.sqrt(query.shape[3])
     if softmax.cap is None and softmax.sinks is None:
@@ -136,6 +139,12 @@ def attend_ref(
         attended = attended * scales.value
     attended = attended.transpose(1, 2)
     return attended if out is None else out.copy_(attended)
+
+
+def _read_pages(cache: Tensor, pages: Tensor, hole: Tensor, dtype: torch.dtype) -> Tensor:
+    """[P, page_size, KV, D] and pages [R * C / page_size] -> [R, C, KV, D], with zeros where `hole` [R, C, 1, 1] is."""
+    rows = cache.index_select(0, pages).to(dtype)
+    return rows.view(*hole.shape[:2], *cache.shape[2:]).masked_fill_(hole, 0)
 
 
 def _attend_ref(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax, scale: float) -> Tensor:
@@ -152,19 +161,6 @@ def _attend_ref(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, so
         scores = torch.cat((scores, sinks), dim=3)
     weights = scores.softmax(dim=3)[..., : keys.shape[2]]
     return (weights @ values).to(query.dtype)
-
-
-def _visible(positions: Tensor, key_positions: Tensor, is_causal: bool, window: int | None) -> Tensor:
-    """Return the mask of visible keys: [R, N] x [R, M] -> [R, N, M]."""
-    distance = positions[:, :, None] - key_positions[:, None, :]
-    visible = torch.ones_like(distance, dtype=torch.bool)
-    if is_causal:
-        visible &= distance >= 0
-    if window is not None:
-        visible &= distance < window
-        if not is_causal:
-            visible &= distance > -window
-    return visible
 
 
 def check_softmax(softmax: Softmax, query: Tensor) -> None:

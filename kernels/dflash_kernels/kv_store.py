@@ -40,12 +40,12 @@ def kv_store_ref(
     The reference waits for the device, because it needs the number of rows to store. The kernel does not wait.
     """
     rows = (slots >= 0).nonzero(as_tuple=True)[0]
-    page_size = key_cache.shape[1]
-    places = slots[rows] // page_size, slots[rows] % page_size
+    kept = slots if rows.shape == slots.shape else slots[rows]
+    places = torch.floor_divide(kept, key_cache.shape[1]), kept % key_cache.shape[1]
     found = []
     for heads, cache, scale in zip((keys, values), (key_cache, value_cache), scales, strict=True):
         stored = stored_ref(heads, cache, scale)
-        cache.index_put_(places, stored[rows])
+        cache.index_put_(places, stored if kept is slots else stored[rows])
         found.append(stored.to(heads.dtype))
     return found[0], found[1]
 

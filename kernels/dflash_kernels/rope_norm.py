@@ -31,7 +31,7 @@ def rms_norm_ref(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns [..., D] in the dtype of `hidden`.
     """
     wide = hidden if hidden.dtype == torch.float64 else hidden.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (weight * normed.to(weight.dtype)).to(hidden.dtype)
 
 
@@ -49,7 +49,7 @@ def add_rms_norm_ref(parts: Tensor, residual: Tensor, weight: Tensor, eps: float
 
 def sum_parts_ref(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Add up parts [P, ...] and round once: -> [...]."""
-    return parts[0] if len(parts) == 1 else parts.sum(0).to(dtype)
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
 
 
 def rope_ref(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

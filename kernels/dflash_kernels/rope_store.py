@@ -89,7 +89,7 @@ def rope_store_ref(
 
     The reference waits for the device (`kv_store_ref`); the kernel does not wait.
     """
-    rows = sum_parts_ref(parts, cos.dtype).view(len(cos), -1, turn.head_dim or cos.shape[1])
+    rows = sum_parts_ref(parts, cos.dtype).view(cos.shape[0], -1, turn.head_dim or cos.shape[1])
     heads, values = rows[:, :-num_kv], rows[:, -num_kv:]
     if head_norms is not None and len(head_norms) == rows.shape[1]:
         head_norms, value_norms = head_norms[:-num_kv], head_norms[-num_kv:]
@@ -103,6 +103,8 @@ def rope_store_ref(
 
 def _rotate_ref(heads: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> Tensor:
     """Rotate heads [T, H, D]."""
+    if cos.shape[1] == heads.shape[2] and turn == HALVES:
+        return rope_ref(heads, cos, sin)
     turned, rest = heads.tensor_split([cos.shape[1]], dim=2)
     if turn.has_adjacent_angles:
         cos, sin = _halves_of(cos), _halves_of(sin)

@@ -26,6 +26,7 @@ from dflash_runtime.registry import Registry
 from dflash_testing import checkpoints as support
 from dflash_testing.added_files import run
 from dflash_testing.refusals import refuses
+from dflash_testing.searches import shorten_search
 
 Add = Callable[[ModuleType, str], None]
 
@@ -254,7 +255,14 @@ def generate(tmp_path: Path, *options: object) -> dict[str, list[int]]:
     return row
 
 
-def check_commands(tmp_path: Path, draft: Path, target: Path, acceptance_len: float, causes: list[str]) -> None:
+def check_commands(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    draft: Path,
+    target: Path,
+    acceptance_len: float,
+    causes: list[str],
+) -> None:
     """Take a sound pair through the commands: none but `diagnose` finds a fault, and only the rules in `causes`."""
     pair = (draft, "--target", target)
     for level in ("headers", "weights"):
@@ -265,6 +273,7 @@ def check_commands(tmp_path: Path, draft: Path, target: Path, acceptance_len: fl
     measured = ("--prompts", tmp_path / "prompts.jsonl", "--device", "cpu", "-n", 9, "--ignore-eos")
     assert run("eval-acceptance", *pair, *measured)["acceptance_len"] == acceptance_len
     few = ("--device", "cpu", "--num-prompts", 4, "-n", 12)
+    shorten_search(monkeypatch, "taps")
     diagnosis = run("diagnose", *pair, *few, code=3 if causes else 0)
     assert [finding["id"] for finding in diagnosis["report"]["findings"]] == causes
     assert (diagnosis["has_cause"], diagnosis["rule"]) == (False, causes[0] if causes else None)
@@ -292,13 +301,15 @@ def test_a_target_family_may_read_its_own_keys(tmp_path: Path, add: Add, source:
         assert generate(tmp_path, "--target", target, "-k", 0)["token_ids"] == COUNTED
 
 
-def test_every_command_takes_a_target_of_the_new_family(tmp_path: Path, add: Add) -> None:
+def test_every_command_takes_a_target_of_the_new_family(
+    tmp_path: Path, add: Add, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add(dflash_runtime.models, TARGET)
     target = make_target(tmp_path / "target")
     described = run("inspect", target)
     assert (described["role"], described["config"]["model_type"]) == ("target", "toy")
     draft = make_wrong_draft(tmp_path / "draft")
-    check_commands(tmp_path, draft, target, acceptance_len=1.0, causes=["R06"])
+    check_commands(tmp_path, monkeypatch, draft, target, acceptance_len=1.0, causes=["R06"])
 
 
 @pytest.mark.parametrize(("step", "lengths"), [(1, [4, 4]), (2, [1] * 8)])
@@ -318,7 +329,9 @@ def test_a_draft_family_is_one_file_and_a_dialect_that_names_it(
     assert row["acceptance_lengths"] == lengths
 
 
-def test_every_command_takes_a_draft_of_the_new_family(tmp_path: Path, add: Add) -> None:
+def test_every_command_takes_a_draft_of_the_new_family(
+    tmp_path: Path, add: Add, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for package, source in (
         (dflash_runtime.models, TARGET),
         (dflash_cli.formats, DIALECT),
@@ -331,7 +344,7 @@ def test_every_command_takes_a_draft_of_the_new_family(tmp_path: Path, add: Add)
     assert described["num_parameters"] == 1
     run("convert", draft, tmp_path / "copy", "--to", "toy")
     support.assert_same_tensors(draft, tmp_path / "copy")
-    check_commands(tmp_path, tmp_path / "copy", target, acceptance_len=4.0, causes=[])
+    check_commands(tmp_path, monkeypatch, tmp_path / "copy", target, acceptance_len=4.0, causes=[])
 
 
 @pytest.mark.parametrize("options", [(), ("--verify", "none"), ("--dry-run",)], ids=["verified", "unverified", "dry"])

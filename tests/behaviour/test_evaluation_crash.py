@@ -102,7 +102,8 @@ def test_no_answer_is_lost_whenever_it_is_killed(num_kills: int, tmp_path: Path)
 
 if __name__ == "__main__":
     import torch
-    import transformers.models.auto.tokenization_auto  # noqa: F401
+
+    import dflash_runtime.llm  # noqa: F401
 
     torch.set_num_threads(1)
     kill_often(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -185,7 +185,7 @@ class PagedAttention:
         out: Tensor | None = None,
     ) -> Tensor:
         """See `models.layers.Attend`; writes into `out` [T, H, D] if it is given."""
-        num_requests = len(self.context_lens)
+        num_requests = self.context_lens.shape[0]
         blocks = [item.view(num_requests, -1, *item.shape[1:]) for item in (query, keys, values)]
         given = (*blocks, *self.cache.layers[layer], self.page_table, self.context_lens)
         window, scales = self.windows[layer], self.cache.scales_of(layer)

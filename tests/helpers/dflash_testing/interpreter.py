@@ -1,4 +1,4 @@
-"""A faster Triton interpreter: the same numbers in half the time, by caching work that every operation repeats.
+"""A faster Triton interpreter: the same numbers in a third of the time, by caching work that every operation repeats.
 
 It replaces internals of Triton. If a release of Triton lacks one of them, kernels run at their usual speed.
 """
@@ -6,9 +6,11 @@ It replaces internals of Triton. If a release of Triton lacks one of them, kerne
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from numbers import Number
 from typing import Any
+
+import numpy as np
 
 from dflash_kernels.launch_config import HAS_TRITON
 
@@ -17,12 +19,22 @@ REPLACED = (
     "interpreter_builder", "interpreter_semantic",
 )  # fmt: skip
 
+OPERATORS: dict[str, Any] = {
+    f"tensor.__{name}__": function
+    for name, function in {
+        "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "lt": np.less, "le": np.less_equal,
+        "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and,
+        "or": np.bitwise_or,
+    }.items()
+}  # fmt: skip
+"""Operators of a tensor that work element by element -> numpy's function."""
+
 MOST_CONSTANTS = 10_000
-"""The cache of numbers in expressions is emptied at this size."""
+"""A cache of numbers in expressions is emptied at this size."""
 
 
 def quicken() -> None:
-    """Cache values that are constant between operations, and skip computations with unused results."""
+    """Cache values that are constant between operations, and skip steps between an operation and numpy."""
     if not HAS_TRITON:
         return
     from triton.runtime import interpreter
@@ -67,6 +79,8 @@ def _patch_once(interpreter: Any) -> None:
     @cache
     def interpreted(member: Any) -> Any:
         function = getattr(member, "__wrapped__", member)  # the wrapper only checks that `_semantic` is set
+        if function.__qualname__ in OPERATORS:
+            return quick_operator(interpreter, partial(function, _semantic=interpreter.interpreter_semantic))
 
         def call(*args: Any, **options: Any) -> Any:
             options["_semantic"] = interpreter.interpreter_semantic
@@ -104,6 +118,84 @@ def _patch_once(interpreter: Any) -> None:
     interpreter._patch_lang = patch_missing
 
 
+def quick_operator(interpreter: Any, operator: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return an operator of two tensors, or of a tensor and a number, that computes with numpy at once.
+
+    The first call with each pair of types runs Triton's operator. If numpy gives the same array, later calls with these
+    types use numpy. Triton decides the type of the result.
+    """
+    tensor, make_handle = interpreter.tl.core.tensor, interpreter.TensorHandle
+    constexpr = interpreter.tl.core.constexpr
+    plans: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
+
+    def call(left: Any, right: Any) -> Any:
+        if type(right) is constexpr:
+            right = right.value
+        if type(right) is tensor:
+            key: tuple[Any, ...] = (left.type.name, right.type.name)
+        elif type(right) is int or (type(right) is float and right):  # 0.0 and -0.0 are equal
+            key = (left.type.name, right, type(right))
+        else:
+            return operator(left, right)
+        if key not in plans:
+            if len(plans) >= MOST_CONSTANTS:
+                plans.clear()
+            made = operator(left, right)
+            plans[key] = _plan(interpreter, operator.func.__name__, left, right, made)  # type: ignore[attr-defined]
+            return made
+        plan = plans[key]
+        if plan is None:
+            return operator(left, right)
+        compute, number, dtype, kind = plan
+        return tensor(
+            make_handle(compute(left.handle.data, right.handle.data if number is None else number), dtype), kind
+        )
+
+    return call
+
+
+def _plan(interpreter: Any, name: str, left: Any, right: Any, made: Any) -> tuple[Any, ...] | None:
+    """Return how numpy computes an operator: its function, the number's array, and the types of handle and result.
+
+    `None` if the operator converts an operand in another way than numpy does.
+    """
+    semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.core.tensor
+    compute, kind, number = OPERATORS[f"tensor.{name}"], left.type.scalar, None
+    if not isinstance(right, tensor):
+        is_compared = name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
+        if kind.is_ptr() or (kind.is_int() and (type(right) is float or kind.is_bool())):
+            return None
+        right = semantic.to_tensor(right) if is_compared else semantic.scalar_constant(right, dtype=kind)
+        number = right.handle.data
+    if kind.is_ptr():
+        if name != "__add__" or not right.dtype.is_int_signed():
+            return None
+        compute = partial(_address, max(1, kind.element_ty.primitive_bitwidth // 8))
+    elif not _converts_like_numpy(kind, right.type.scalar):
+        return None
+    found = compute(left.handle.data, right.handle.data)
+    is_same = found.dtype == made.handle.data.dtype and found.tobytes() == made.handle.data.tobytes()
+    return (
+        (compute, number, made.handle.dtype, made.type) if is_same and found.shape == made.handle.data.shape else None
+    )
+
+
+def _address(step: int, pointers: Any, offsets: Any) -> Any:
+    """Addresses of elements of `step` bytes, modulo 2**64. Operators of numpy's scalars would warn of an overflow."""
+    return np.add(pointers, np.multiply(offsets.astype(np.uint64), np.uint64(step)))
+
+
+def _converts_like_numpy(left: Any, right: Any) -> bool:
+    """Whether two types are one, or two integers of the same signedness, or two floats that numpy has."""
+    if left == right:
+        return True
+    if left.is_bool() or right.is_bool():
+        return False
+    if left.is_int() and right.is_int():
+        return bool(left.is_int_signed() == right.is_int_signed())
+    return all(kind.is_floating() and kind.name in ("fp16", "fp32", "fp64") for kind in (left, right))
+
+
 def _compare_names(interpreter: Any) -> None:
     """Compare a type with itself, and unwrap values that nothing wraps, without a look at every class."""
     core = interpreter.tl.core
@@ -129,7 +221,7 @@ def _remember_types(interpreter: Any) -> None:
     get_np_dtype, make_block, make_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
     dtypes: dict[str, Any] = {}
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
-    tensors: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, tuple[Any, Any]] = {}
 
     def np_dtype(kind: Any) -> Any:
         name = kind.scalar.name
@@ -153,15 +245,21 @@ def _remember_types(interpreter: Any) -> None:
         blocks[key] = dict(self.__dict__)
 
     def tensor_init(self: Any, handle: Any, type: Any) -> None:
-        if type.name in tensors:
-            self.__dict__.update(tensors[type.name], handle=handle, type=type, dtype=type.scalar)
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = self.shape, self.numel
             return
-        make_tensor(self, handle, type)
-        own = ("handle", "type", "dtype")
-        tensors[type.name] = {name: value for name, value in self.__dict__.items() if name not in own}
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = tensors[type.name]
+
+    def handle_init(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if not fits.get((data.itemsize, dtype.name)):
+            self.__post_init__()
 
     interpreter._get_np_dtype, interpreter._validate_np_data_size = np_dtype, fits_once
     core.block_type.__init__, core.tensor.__init__ = block_init, tensor_init
+    interpreter.TensorHandle.__init__ = handle_init
 
 
 def _remember_operands(interpreter: Any) -> None:
