@@ -10,6 +10,7 @@ probes' documents and the servers' logs. The exit code is 1 if an expected findi
 
 import argparse
 import json
+import signal
 import socket
 import sys
 import tempfile
@@ -32,7 +33,7 @@ import dflash_cli
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import DFlashError
-from probe_vllm import Pair, await_server, serving, widen
+from probe_vllm import Pair, await_server, end_servers, serving, widen
 from timing.report import say, table
 
 Weights = dict[str, Tensor]
@@ -230,6 +231,7 @@ def judge(name: str, given: argparse.Namespace, own: Path) -> list[Any]:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, end_servers)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-path", type=Path, help="folder with vLLM, for the servers only")
     parser.add_argument("--faults", default=",".join(FAULTS))

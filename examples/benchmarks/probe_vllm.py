@@ -45,6 +45,18 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json"
 K = 7
 
 
+RUNNING: set[int] = set()
+"""Process groups of the servers that run now."""
+
+
+def end_servers(*_: object) -> None:
+    """End all servers and this process: the handler of SIGTERM, which `timeout` sends."""
+    for group in RUNNING:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    os._exit(128 + signal.SIGTERM)
+
+
 @dataclass(frozen=True)
 class Pair:
     """The directories of both models."""
@@ -133,9 +145,11 @@ def serving(given: argparse.Namespace, pair: Pair, log: Path) -> Iterator[subpro
         server = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
         )
+        RUNNING.add(server.pid)
         try:
             yield server
         finally:
+            RUNNING.discard(server.pid)
             with suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGTERM)
             try:
@@ -268,6 +282,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, end_servers)
     given = make_parser().parse_args()
     if given.vllm_path is not None:
         sys.path.append(str(given.vllm_path))  # for packages that are missing in this environment
