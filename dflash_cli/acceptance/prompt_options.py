@@ -16,8 +16,8 @@ class ConditionOptions(PromptOptions):
         tuple[int, ...],
         Option(
             metavar="N,...", min=1, group=PROMPTS, parse=parse_tokens, expected="a number of tokens such as 500 or 4k",
-            help="Measure prompts of exactly N tokens each, such as 1k,4k,16k. Other text is put in front of shorter "
-            "prompts, and longer prompts are cut at the front.",
+            help="Measure prompts of exactly N tokens each, such as 1k,4k,16k. Shorter prompts get other text in "
+            "front, and longer prompts are cut at the front.",
         ),
     ] = ()  # fmt: skip
     exact_match: Annotated[

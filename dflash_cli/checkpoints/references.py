@@ -235,7 +235,7 @@ def _guessing(reference: str) -> Iterator[None]:
 
 
 def _close_directory(path: Path) -> Path | None:
-    """The directory whose name is most like that of a path that does not exist, in the same folder."""
+    """Return the directory with the most similar name in the folder of a missing path."""
     try:
         names = [item.name for item in path.absolute().parent.iterdir() if item.is_dir()]
     except OSError:

@@ -49,7 +49,7 @@ class ComparisonRequest(GateFileOptions, VerdictOptions):
         Option(
             group=ESSENTIALS, is_setting=False,
             help="Exit with 3 if a result is lower than the first, in total or in a category. With --tolerance, exit "
-            "with 3 unless a larger drop is ruled out.",
+            "with 3 if a larger drop is possible.",
         ),
     ] = None  # fmt: skip
 

@@ -52,15 +52,15 @@ class ConversionRequest(ForceOptions, ReadingOptions):
         Option(
             metavar="DIALECT", group=ESSENTIALS, 
             help=lambda: f"Dialect to write: {', '.join(writable_words())}. A dialect named "
-            "after an engine is native, with every key set so that the engine reads the draft as it was trained.",
+            "after an engine is native, with every key that the engine needs to read the draft as it was trained.",
         ),
     ]  # fmt: skip
     target: Annotated[
         str | None,
         Option(
             short="-t", metavar="TARGET", group=ESSENTIALS,
-            help="Target of the draft. Gives settings that SRC does not state, and shows which tensors of SRC are "
-            "copies of the target's, which DST leaves out.",
+            help="Target of the draft. It gives settings that SRC does not state. DST leaves out tensors that are "
+            "copies of the target's.",
         ),
     ] = None  # fmt: skip
     target_name: Annotated[
@@ -75,8 +75,8 @@ class ConversionRequest(ForceOptions, ReadingOptions):
         Verification,
         Option(
             group=ESSENTIALS,
-            help="roundtrip reads the result back; logits also runs SRC and DST on the CPU and compares their logits; "
-            "none does neither.",
+            help="Check the result. roundtrip: read it back. logits: also run SRC and DST on the CPU and compare "
+            "their logits. none: no check.",
         ),
     ] = "roundtrip"
     allow_lossy: Annotated[
@@ -100,13 +100,13 @@ class ConversionRequest(ForceOptions, ReadingOptions):
     ] = False
     dequantize: Annotated[
         bool,
-        Option(help="Write matrices that MLX packed, or of a quantised type of GGUF, as plain bfloat16."),
+        Option(help="Write packed matrices (MLX, quantised GGUF) as plain bfloat16."),
     ] = False
     tokenizer: Annotated[
         Path | None,
         Option(
             metavar="GGUF",
-            help="With --to gguf: the target's GGUF file. Its tokenizer is copied, which llama.cpp needs in a draft.",
+            help="With --to gguf: the target's GGUF file. Its tokenizer is copied, because llama.cpp needs one.",
         ),
     ] = None
     normalise_taps: Annotated[

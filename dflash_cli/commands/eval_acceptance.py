@@ -81,7 +81,7 @@ class EvaluationRequest(
         str | None,
         Option(is_per_run=True, 
             metavar="N", group=ENGINE, is_setting=False,
-            help="Spread the prompts over N processes, one per GPU, or over a Ray cluster: auto or ray://HOST:PORT, "
+            help="Spread the prompts over N processes, one per GPU. Or over a Ray cluster: auto or ray://HOST:PORT, "
             "with #N for N workers. Prompts of a lost worker are asked again. Needs ray (extra: ray).",
         ),
     ] = None  # fmt: skip

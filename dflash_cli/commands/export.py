@@ -26,7 +26,7 @@ class ExportRequest(ResultOptions):
         Option(
             metavar="FORM", group=ESSENTIALS,
             help="speculation-profile: travels with a draft. golden-al: a table of lengths by model. vllm-rates, "
-            "vllm-length, sglang-length, tensorrt-llm-length: settings by which the engine accepts as measured.",
+            "vllm-length, sglang-length, tensorrt-llm-length: settings that make the engine accept as measured.",
         ),
     ]  # fmt: skip
     output: Annotated[

@@ -104,8 +104,8 @@ class GenerationRequest(
         Option(
             metavar="N|all|auto|budget", group=DRAFTING, parse=parse_width,
             expected="all, auto, budget or a whole number from 1 on",
-            help="Verify the first N positions of a block, the last committed token included. Or choose N per step by "
-            "acceptance and step times (auto), or the positions of each request by the draft's confidence (budget). "
+            help="Verify the first N positions of a block, the last committed token included. auto: choose N per "
+            "step by acceptance and step times. budget: choose positions per request by the draft's confidence. "
             "The text is the same. Default: auto with CUDA graphs, otherwise all.",
         ),
     ] = None  # fmt: skip

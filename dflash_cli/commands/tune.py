@@ -81,7 +81,7 @@ class TuningRequest(
         Option(
             metavar="PART=FORMAT,...", group=ESSENTIALS,
             help="Also measure acceptance with draft, kv or target rounded to another number format, such as "
-            "draft=fp8. + joins parts, all is every format of each part.",
+            "draft=fp8. + combines parts; all tests every format of each part.",
         ),
     ] = None  # fmt: skip
     budget: Annotated[
@@ -89,7 +89,7 @@ class TuningRequest(
         Option(
             group=MEASURING,
             help="Also simulate a row budget: in each step, verified rows go to the tokens that are most likely "
-            "accepted, whichever request they belong to.",
+            "accepted, across all requests.",
         ),
     ] = False  # fmt: skip
     engine: Annotated[

@@ -69,7 +69,7 @@ class ValidationRequest(
         Level,
         Option(
             group=ESSENTIALS,
-            help="headers reads configs and tensor headers; weights also reads every weight; run also runs the pair, "
+            help="headers: read configs and tensor headers. weights: also read every weight. run: also run the pair, "
             "with the draft's config as it is and with one setting changed at a time.",
         ),
     ] = "headers"

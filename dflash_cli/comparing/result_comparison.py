@@ -142,8 +142,8 @@ def check_no_regression(comparisons: Iterable[Comparison], tolerance: float | No
                 field="acceptance_len",
                 found=total.estimate.lower_bound,
                 expected=f"at least {-tolerance:g}",
-                hint=f"even equal results rule it out from {fewest_prompts(total.estimate, tolerance)} distinct "
-                "prompts on; measure more prompts, or raise --tolerance",
+                hint=f"equal results pass from {fewest_prompts(total.estimate, tolerance)} distinct prompts on; "
+                "measure more prompts, or raise --tolerance",
             )
         for line in item.categories:
             if line.estimate and line.change == "lower" and line.estimate.value < -(tolerance or 0):

@@ -24,7 +24,7 @@ class DiagnosisOptions(DeviceOptions, PromptOptions):
         int | None,
         Option(
             min=4, group=ESSENTIALS,
-            help="Prompts to make from random ids, or to sample from the given prompts; a cause is tested on new ones. "
+            help="Prompts to make from random ids, or to sample from the given prompts. New prompts test a cause. "
             "Default: 32, or all given prompts.",
         ),
     ] = None  # fmt: skip

@@ -1,4 +1,4 @@
-"""Readings of `fc.weight`, whose columns are the features of the tapped layers, one block of columns per layer."""
+"""Readings of `fc.weight`. Its columns are the features of the tapped layers, one block of columns per layer."""
 
 from collections.abc import Iterator
 from functools import partial

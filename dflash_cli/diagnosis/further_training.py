@@ -69,7 +69,7 @@ def pulls(weights: Weights, loss: Loss) -> Weights:
 
 def _gradients(weights: Weights, loss: Callable[[Weights], Tensor]) -> dict[str, Tensor]:
     names = [name for name, item in weights.items() if item.is_floating_point() and name not in FROZEN]
-    # A tensor of inference mode has no gradient; its copy has one.
+    # Tensors of inference mode lack gradients; their copies have them.
     leaves = {name: weights[name].detach().clone().requires_grad_(True) for name in names}
     found = torch.autograd.grad(loss({**weights, **leaves}), list(leaves.values()), allow_unused=True)
     return {name: item for name, item in zip(names, found, strict=True) if item is not None}

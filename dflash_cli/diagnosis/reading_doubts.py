@@ -25,7 +25,7 @@ ELSEWHERE = 0.25
 
 WEAKER = 1.05
 """In parts that only one family has, the ratio for halves of exchanges, and for readings that weaken or leave out the
-part that the best reading puts in order. Drafts hardly miss such parts, and noise has no order that lowers the loss."""
+part that the best reading puts in order. Drafts hardly miss such parts, and no order of noise lowers the loss."""
 
 MARGIN, RATIO = 0.15, 1.2
 """Another reading rivals the best one if its loss is higher by less than MARGIN of the gain and by less than RATIO."""
@@ -44,8 +44,8 @@ MAY_GAIN = 0.4
 """Share of the gain at few anchors from which a shorter block is compared at many."""
 
 GAIN_OF_SCALE = 1 / 3
-"""The gain of a scale as a share of the accepted draft tokens. Smaller values of damaged parts gain up to a fifth,
-and larger values of a draft whose training stopped early a quarter."""
+"""The gain of a scale as a share of the accepted draft tokens. Smaller values of damaged parts gain up to a
+fifth. Larger values of a draft after short training gain up to a quarter."""
 
 TRAINABLE, MIN_SAVED = 0.04, 0.03
 """Share of the loss, and nats, that one step of training may save under the right reading.
@@ -122,7 +122,7 @@ class ReadingCase:
         more = item.score.loss - best.score.loss
         if item.alternative.is_free or is_alike(item, best) or abs(more) < SAME_LOSS:
             return False
-        # What layers add, times a factor, is nearly the same as embeddings divided by it.
+        # Scaling the layers' additions is nearly the same as dividing embeddings by the factor.
         if best.factor == "embedding" and item.alternative.is_scale:
             return False
         is_contested = item in self.same_parts
@@ -202,7 +202,7 @@ class ReadingCase:
 
 
 def _together(first: AlternativeReading, second: AlternativeReading, both: AlternativeReading) -> AlternativeReading:
-    """Both readings under the names of both. The halves of an exchange are no halves of both."""
+    """Return `both` under the names of both readings. The halves of one exchange are not halves of both."""
     causes = dict.fromkeys((first.cause, second.cause))
     touches = first.touches | second.touches
     name = f"{first.name}, and {second.name}"

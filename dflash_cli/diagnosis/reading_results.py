@@ -197,7 +197,7 @@ def is_alike(item: ReadingResult, best: ReadingResult) -> bool:
 
 
 def of_different_causes(found: Sequence[ReadingResult], most: int) -> list[ReadingResult]:
-    """The results, with at most so many of each cause, in the same order."""
+    """Return the results with at most `most` of each cause, in the same order."""
     counts: Counter[str] = Counter()
     kept = []
     for item in found:

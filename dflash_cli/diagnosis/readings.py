@@ -88,7 +88,7 @@ MAX_PULLED = 5
 """Parts of single layers, and parts of all layers, that are also read in other scales."""
 
 MAX_STRAINED = 3
-"""Matrices of single layers whose values change the loss most, which are read in other ways too."""
+"""Matrices of single layers to read in other ways too: their values change the loss most."""
 
 EXPECTED_SHARE = 0.25
 """Share of the readings of single parts that are expected to be tried."""
@@ -358,7 +358,7 @@ class Searcher:
         )  # fmt: skip
 
     def _in_memory(self, compute: "Callable[[Trainable, int], T]", reading: AlternativeReading) -> T | None:
-        """What is computed with gradients of a reading; None if memory does not suffice."""
+        """Return the result of `compute` with gradients of a reading; None if memory does not suffice."""
         import torch
 
         try:

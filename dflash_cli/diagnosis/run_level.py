@@ -154,7 +154,7 @@ def reading_rule(
 
 
 def gain_in_words(search: "ReadingSearch", best: "ReadingResult") -> str:
-    """What the explaining reading gains, and on how many prompts."""
+    """Return the gain of the explaining reading and its number of prompts, in words."""
     return (
         f"with {best.reading} a step commits {best.acceptance_len:.2f} tokens, with the config as it is "
         f"{best.own_len:.2f}: {best.gain_text}; {search.num_prompts} prompts chose it of {search.num_readings} readings"

@@ -27,7 +27,7 @@ FACTORS = (-1.0, 1 / 16, 1 / 4, 1 / 2, 2.0, 4.0, 16.0)
 ROOT = 2.0**0.5
 USUAL = (1.1, 1.2, ROOT, 1.6, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 16 * ROOT, 32.0)
 FINER = (*(1 / factor for factor in reversed(USUAL)), *USUAL)
-"""Usual factors, of which those near the best of FACTORS are tried."""
+"""Usual factors. Factors near the best of FACTORS are tried."""
 
 NEAR = 2.5
 
@@ -81,7 +81,7 @@ def contested(best: AlternativeReading) -> list[tuple[tuple[str, ...], Where]]:
     for part, layer in best.touches:
         found.setdefault(part, set()).add(layer)
     found.pop("fc", None)
-    # A query norm times 4 equals a key norm times 4, so both together are no other reading.
+    # A query norm times 4 equals a key norm times 4, so both together add nothing.
     is_of_norms = len(found) > 1 and set(found) <= set(NORMS) and set(found) != set(HEAD_NORMS)
     if best.factor != "weights" or best.is_neutral or (len(found) > MOST_PARTS and not is_of_norms):
         return []

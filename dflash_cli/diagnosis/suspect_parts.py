@@ -1,4 +1,4 @@
-"""The parts of a draft to read in other ways: parts that it misses least, and parts whose scale matters most."""
+"""The parts of a draft to read in other ways: parts that it misses least, and parts with the most important scale."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def harmful_spots(left_out: Sequence[ReadingResult], own_loss: float) -> frozens
 
 
 def most_pulled(pulls: "Mapping[str, Tensor]", config: DraftConfig, count: int) -> frozenset[Spot]:
-    """The parts of all layers, and of single layers, whose scale changes the loss most. `pulls` sum to that change."""
+    """Return `count` parts of all or single layers: their scale changes the loss most. `pulls` sum to the change."""
     single: dict[Spot, float] = {}
     whole: dict[Spot, float] = {}
     for part in PARTS:
@@ -60,7 +60,7 @@ def most_pulled(pulls: "Mapping[str, Tensor]", config: DraftConfig, count: int) 
 
 
 def most_strained(pulls: "Mapping[str, Tensor]", config: DraftConfig, count: int) -> frozenset[Spot]:
-    """The matrices of single layers whose values change the loss most, whatever their signs."""
+    """Return `count` matrices of single layers: their values change the loss most, in either direction."""
     found: dict[Spot, float] = {}
     for part in MATRICES:
         if part not in ENDS:

@@ -111,7 +111,7 @@ def _scaled_elsewhere(space: WeightSpace, part: str, layer: int, factor: float) 
 
 
 def _sizes_of_siblings(space: WeightSpace) -> Iterator[WeightReading]:
-    """Every matrix of a layer whose size differs from the same matrix of other layers brought to their size."""
+    """Bring each matrix of a layer to the size of the same matrix in other layers, if both differ."""
     for layer in range(space.config.num_layers) if space.weights and len(space.layers) > 1 else ():
         found = {
             part: beside[0]
@@ -159,7 +159,7 @@ def _divided(norms: Mapping[str, str], layer: int | None) -> Rewrite:
 
 
 def _over(norm: "Tensor", values: "Tensor") -> "Tensor":
-    """Columns divided by a norm. A bias has no columns, and is as long as the norm by chance only."""
+    """Return columns divided by a norm. A bias lacks columns: it has the norm's length by chance only."""
     import torch
 
     if values.dim() == 1 and len(values) != len(norm):
@@ -168,7 +168,7 @@ def _over(norm: "Tensor", values: "Tensor") -> "Tensor":
 
 
 def _other_bits(space: WeightSpace) -> Iterator[WeightReading]:
-    """Matrices whose 16-bit values were written as one number format and are read as the other."""
+    """Read 16-bit values in the other 16-bit number format."""
     if not space.weights:
         return
     ways = {"float16": _as_float16, "bfloat16": _as_bfloat16}
@@ -201,7 +201,7 @@ def _viewed(tensor: "Tensor", stored: str, meant: str) -> "Tensor":
 
 
 def _zero_points(space: WeightSpace) -> Iterator[WeightReading]:
-    """Matrices whose rows have values of one sign only, less the mean of each row."""
+    """Subtract the mean of each row from matrices with rows of one sign."""
     found: dict[int | None, list[str]] = {}
     for part in MATRICES if space.weights else ():
         for layer in range(space.config.num_layers) if part not in ENDS else (None,):

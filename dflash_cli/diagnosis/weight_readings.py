@@ -248,7 +248,7 @@ def _by_column(space: WeightSpace) -> Iterator[WeightReading]:
     for part in MATRICES:
         for layer in space.layers if part != "fc" else (None,):
             rewrite = rewrites.change_parts({part: rewrites.by_column}, only(layer))
-            cause = f"the values of {short(part)} are stored by columns, as those of its transpose"
+            cause = f"the values of {short(part)} are stored by columns, as in its transpose"
             title = named(f"{short(part)} read by columns", layer)
             yield WeightReading(title, rewrite, cause, spots((part,), layer), layer is not None)
     groups = {

@@ -148,7 +148,7 @@ class DSparkNative(DSpark, Native):
         """Write the family's keys at the top level too, where vLLM and SGLang read them, and the layout only there.
 
         vLLM from 0.27 on refuses every draft whose `dflash_config` states `sample_from_anchor: true`.
-        Source: 0.33.0 v1/worker/gpu/spec_decode/dflash/speculator.py:64, whose constructor DSpark's speculator calls.
+        Source: 0.33.0 v1/worker/gpu/spec_decode/dflash/speculator.py:64. DSpark's speculator calls its constructor.
         """
         written = super().write_config(config, carried)
         nested = {key: value for key, value in written["dflash_config"].items() if key not in (ANCHOR, BONUS)}

@@ -56,7 +56,7 @@ class HandoffOptions(TransferOptions):
         Option(is_per_run=True, 
             metavar="SOURCE", group=ENGINE, is_setting=False,
             help="Continue requests from --handoff-out. A folder contains prompts and sampling options. With an "
-            "address, or a folder of vLLM's ExampleConnector, give both sides the same.",
+            "address, or a folder of vLLM's ExampleConnector, give the same prompts and options on both sides.",
         ),
     ] = None  # fmt: skip
 

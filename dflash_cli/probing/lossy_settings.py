@@ -18,7 +18,7 @@ MAX_DEPTH, MAX_FOUND = 8, 6
 
 
 def lossy_settings(document: Any) -> str | None:
-    """Such settings as `name value`, separated by commas; None if there are none."""
+    """Return lossy settings as `name value`, separated by commas; None without such settings."""
     found = dict.fromkeys(_walk(document, MAX_DEPTH))
     return ", ".join(list(found)[:MAX_FOUND]) or None
 

@@ -37,7 +37,7 @@ class ProbeOptions(TemperatureOptions, VerdictOptions, PromptOptions, ResumableO
         str,
         Option(
             short="-e", metavar="NAME", group=ESSENTIALS,
-            help="vllm, sglang or llama.cpp; auto is the engine that the server's list of models names.",
+            help="Engine of the server: vllm, sglang or llama.cpp. auto: as in the server's list of models.",
         ),
     ] = "auto"  # fmt: skip
     served_model: Annotated[

@@ -110,7 +110,7 @@ class QuestionSession:
         """The first answers of the first run.
 
         Raises:
-            NotJudged: answers are sampled, or there are none.
+            NotJudged: answers are sampled or missing.
         """
         if self.asking.asked.temperature > 0:
             raise NotJudged("answers are sampled; only greedy answers can be compared")

@@ -289,7 +289,7 @@ def _check_prompts(own: MeasuredResult | None, request: ProbePlan) -> None:
             id="other-prompts",
             path=own.name,
             field="--result",
-            hint="give the same --prompts or --dataset as for that result; without them the same --target decides",
+            hint="give the same --prompts or --dataset as for that result, or the same --target if it used neither",
         )
 
 

@@ -49,7 +49,7 @@ class EngineOptions(DeviceOptions):
         Option(
             group=ENGINE,
             help="How recurrent layers run the rows of a block. exact: one after another, bitwise equal to decoding "
-            "row by row. at-once: all rows in one product, whose sums may round differently. auto: exact for at most 4 "
+            "row by row. at-once: all rows in one product, so sums may round differently. auto: exact for at most 4 "
             "requests at a time.",
         ),
     ] = "auto"  # fmt: skip

@@ -115,8 +115,8 @@ class ReadingOptions(Request):
         Literal["anchor-first", "fill-in"] | None,
         Option(
             group=DRAFTING,
-            help="Rows of a DSpark block that predict, instead of the draft's config: N rows draft N tokens "
-            "(anchor-first), or N - 1 (fill-in). Needed if the config states neither.",
+            help="Layout of a DSpark block, instead of the draft's config. anchor-first: N rows draft N tokens. "
+            "fill-in: N rows draft N - 1. Needed if the config states no layout.",
         ),
     ] = None
 

@@ -25,8 +25,8 @@ class LookupOptions(Request):
         Literal["model", "ngram", "suffix"],
         Option(
             group=DRAFTING,
-            help="Draft with the draft model, or without one from each request's own text: what followed an earlier "
-            "run of the same tokens (ngram), or what followed most often (suffix).",
+            help="Draft with the draft model, or look up each request's own text. ngram: the tokens after an earlier "
+            "run of the same tokens. suffix: the most frequent continuation.",
         ),
     ] = "model"  # fmt: skip
 

@@ -29,8 +29,8 @@ class EngineConfig:
                              decode plainly. The text stays the same, but the measured acceptance may be lower.
     num_tree_nodes           verify a tree of this many drafted tokens per step instead of one block. The text stays the
                              same.
-    tree_candidates          the most tokens per position that may become nodes. By default there is no limit. With 1
-                             the tree is a chain.
+    tree_candidates          the most tokens per position that may become nodes, by default all. With 1 the tree is a
+                             chain.
     target_runtime           "native" runs the target with this package's code, "transformers" with transformers' code
                              over our pages if possible, and "transformers-cache" with its own cache. "auto" is native
                              if a family supports the target, otherwise transformers.
@@ -152,7 +152,7 @@ class EngineConfig:
 
     @property
     def most_exact_requests(self) -> float:
-        """The most requests of a step whose blocks give bitwise the results of their rows one at a time."""
+        """The most requests of a step with blocks bitwise equal to their rows one at a time."""
         return {"exact": math.inf, "at-once": 0}.get(self.recurrent_rows, EXACT_REQUESTS)
 
     @property

@@ -412,6 +412,6 @@ class Transfers:
 
 
 def _not_copied(error: Exception) -> DFlashError:
-    """The error of a request whose state was not copied for a hand-off."""
+    """Return the error of a request after a failed copy of its state for a hand-off."""
     reason = f"the state of the request was not copied: {type(error).__name__}: {error}"
     return (CapacityError if is_out_of_memory(error) else DFlashError)(reason, id="state-not-copied")

@@ -2,8 +2,8 @@
 
 A verify step commits several tokens at once, and the last one comes with the end of the answer. A server that sends one
 token per step, or nothing with the end, loses text of a stream. A parser of reasoning that misses its end within a step
-puts it into the text. A character may need several tokens, and a server that
-sends each token's bytes at once writes U+FFFD in its place.
+puts it into the text. A character may need several tokens. A server that sends each token's bytes at
+once writes U+FFFD instead.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ RIVERS = "Write two sentences about rivers."
 LETTERS = "Copy this line: “Café naïve — Čeština, 日本語, 한국어, 🌊🚀🧪, मानक, 👨‍👩‍👧”"
 MARKS = ("<think>", "</think>")
 BROKEN = "\ufffd"
-"""The replacement character, which stands for bytes that are no character."""
+"""The replacement character, which stands for invalid bytes."""
 
 
 @QUESTIONS.register("streamed-text")

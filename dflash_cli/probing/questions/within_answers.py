@@ -19,13 +19,14 @@ from dflash_runtime.phrases import plural
 
 FIRST, ALL, MIN_ANSWERS = slice(0, 4), slice(0, 12), 3
 MIN_LEN, START = 48, 16
-"""Of answers of MIN_LEN tokens and more the first START tokens are asked again, and in doubt the first two thirds."""
+"""Answers of MIN_LEN tokens or more are split after START tokens, in doubt after two thirds. The first part is
+asked again."""
 SOUND, LOWER, LAST = 1.5, 0.4, 1.12
 """Acceptance falls if answers start with SOUND tokens per step, accept less than LOWER of the draft tokens in the rest,
 and end with LAST tokens per step or fewer."""
 ONE_STEP = 1.15
-"""Only the first step is good if so many tokens per step are committed in the tokens of one step, and LAST then. Where
-the order of steps is known, the first ones must commit SOUND tokens."""
+"""Tokens per step. Only the first step is good if its tokens reach this rate, and later tokens reach at most LAST. If
+the order of steps is known, the first steps must commit SOUND tokens."""
 
 
 @dataclass(frozen=True, slots=True)

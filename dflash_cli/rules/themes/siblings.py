@@ -133,7 +133,7 @@ def sizes_are_alike(subject: Subject) -> Iterator[Problem]:
     follows_from=("zeros", "one value", "copy", "grid"),
 )
 def matrices_have_structure(subject: Subject) -> Iterator[Problem]:
-    """The largest singular value of a matrix exceeds that of noise, unless that of a sibling does not.
+    """The largest singular value of a matrix exceeds the value of noise if all siblings exceed it.
 
     Trained matrices of one layer may look like noise too, so one other layer is not enough for a comparison.
     """

@@ -38,7 +38,7 @@ FIRST_PIECES, FIRST_COLUMNS = 128, 16
 """Pieces, and columns of each, that are enough to see that most matrices are on no grid."""
 
 SAME_LARGEST = 0.9
-"""Share of the rows whose largest value is the same, by size. Rows of trained matrices differ."""
+"""Share of the rows with the same largest size. Rows of trained matrices differ."""
 
 
 @check_weights(
@@ -107,7 +107,7 @@ def scales_were_applied(subject: Subject) -> Iterator[Problem]:
 def values_are_not_coarse(subject: Subject) -> Iterator[Problem]:
     """The sizes of a matrix or of its rows lie on more than five levels.
 
-    Four bits in groups cost sound drafts hardly any tokens, so such a grid is no finding. One level is no grid.
+    Four bits in groups cost sound drafts hardly any tokens, so such a grid is not reported, nor is a single level.
     """
     for name, matrix in _matrices(subject):
         count = num_levels(matrix, of_groups=False)

@@ -52,10 +52,10 @@ def read_shared_experts(config: Mapping[str, Any], num_layers: int, path: Path) 
 
 
 def read_experts_in_every_layer(config: Mapping[str, Any], num_layers: int, path: Path) -> ExpertsConfig:
-    """As `read_shared_experts`, for Qwen3.5, whose classes ignore keys that would say otherwise.
+    """Return the experts of Qwen3.5, which has them in every layer; otherwise like `read_shared_experts`.
 
     Raises:
-        InvalidConfig: such a key says otherwise, so readers differ.
+        InvalidConfig: a key that the classes of transformers ignore has another value, so readers differ.
     """
     experts = read_shared_experts(config, num_layers, path)
     if not experts.has_normalised_scores:

@@ -283,7 +283,7 @@ def _kv_shapes(text: "PretrainedConfig", heads: int) -> list[tuple[int, int]]:
 def _latent_size(text: "DecoderConfig") -> int | None:
     """Return the size of a head's keys after latent attention has made keys and values for every head.
 
-    The first part of a key has no positions, and rope turns the rest. None for other attention.
+    Rope rotates only the second part of a key. None for other attention.
     """
     if not _count(text, "kv_lora_rank", 0):
         return None

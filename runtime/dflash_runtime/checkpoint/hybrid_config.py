@@ -19,7 +19,7 @@ HYBRIDS: Mapping[str, ExpertsReader | None] = {
     "qwen3_5": None, "qwen3_5_text": None, "qwen3_5_moe": read_experts_in_every_layer,
     "qwen3_5_moe_text": read_experts_in_every_layer, "qwen3_next": read_shared_experts,
 }  # fmt: skip
-"""Model types whose configs this module reads, and the readers of their experts."""
+"""Model type that this module reads -> the reader of its experts."""
 
 KNOWN = (
     "multimodal", "layer_types linear_attention", "linear attention", "full attention in some layers only",

@@ -222,7 +222,7 @@ def recall(identity: FileIdentity) -> Mapping[Range, str]:
         return {
             (int(key[1]), int(key[2])): digest[0] for key, digest in found if key is not None and digest is not None
         }
-    except (OSError, ValueError, RuntimeError, CheckpointError):  # RuntimeError: the user has no home folder
+    except (OSError, ValueError, RuntimeError, CheckpointError):  # RuntimeError: without a home folder
         return {}
 
 

@@ -34,10 +34,10 @@ DAMPING = 20.0
 """A step from as many tokens is halved: n tokens take n / (n + DAMPING) of it."""
 
 NEIGHBOUR_TOKENS = 4.0
-"""The bias of the position before counts as much as so many judged tokens."""
+"""The number of judged tokens that weigh as much as the bias of the position before."""
 
 HOPE = 0.5
-"""How much higher the bias of a position that was never judged is than the one before it, so that it is tried."""
+"""The bias of a never judged position minus the bias of the position before it, so that the position is tried."""
 
 REMEMBERED = 0.9
 """The share of earlier judged tokens that still counts after a refit."""

@@ -169,13 +169,13 @@ def _check_recurrent_trees(
         return
     if recurrent_rows == "exact":
         raise UnsupportedError(
-            "Triton kernels run all rows of a tree at once, whose sums may round differently",
+            "Triton kernels run all rows of a tree at once, and sums may round differently",
             id="tree-rows-not-exact", field="--recurrent-rows", found="exact", expected="auto or at-once beside --tree",
             hint="leave out --recurrent-rows, or --kernels reference",
         )  # fmt: skip
     if num_nodes > most:
         raise UnsupportedError(
-            f"the {target.model_type} target has recurrent layers, whose kernels hold the square of a tree's rows",
+            f"the {target.model_type} target has recurrent layers, and their kernels hold the square of a tree's rows",
             id="tree-too-wide-for-recurrent-layers", field="--tree", found=num_nodes, expected=f"at most {most}",
             hint=f"--tree {most}",
         )  # fmt: skip

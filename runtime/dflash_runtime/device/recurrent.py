@@ -132,7 +132,7 @@ class RecurrentStates:
         return positions % size
 
     def move_path(self, path: PathRecords) -> None:
-        """Move what all layers keep of the rows of accepted paths to the places of the paths' positions."""
+        """Move the records of the rows of accepted paths to the slots of their positions, in all layers."""
         for records in self.all_layers[1:]:
             self.kernels.move_records(records, path)
 
@@ -188,7 +188,7 @@ class PromptRecall:
     def of(
         cls, states: RecurrentStates, prompts: PromptChunks, num_rows: int, keeps: PromptKeeps | None = None
     ) -> "PromptRecall":
-        """Chunks whose flat rows follow each other. Rows after the last chunk are padding."""
+        """Return the recall of chunks with consecutive flat rows. Rows after the last chunk are padding."""
         firsts, counts, starts, texts, _ = prompts.chunks
         flat = torch.arange(num_rows, device=firsts.device)
         of_rows = torch.searchsorted(firsts + counts, flat, right=True).clamp(max=len(firsts) - 1)
@@ -216,7 +216,7 @@ class PromptRecall:
 
 
 def recall_alone(config: RecurrenceConfig | None, num_rows: int, placement: Placement) -> PromptRecall | None:
-    """A `Recall` for one text from its beginning, whose states nobody keeps. None without recurrent layers."""
+    """Return a `Recall` for one text from its beginning, without kept states. None without recurrent layers."""
     if config is None:
         return None
     ints = torch.tensor(chunk_ints([Segment(0, num_rows, 0, 0)]), dtype=torch.int64, device=placement.device)

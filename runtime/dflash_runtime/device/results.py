@@ -77,7 +77,7 @@ def _unpacked(results: Tensor, verify_width: int) -> list[StepOutput]:
 
 
 def read_confidences(values: Tensor) -> list[tuple[float | None, ...]]:
-    """The confidences of each row of a host or device tensor [R, K], with None for values that are no numbers."""
+    """Return the confidences of each row of a host or device tensor [R, K], with None for NaN."""
     return [tuple(None if math.isnan(value) else value for value in row) for row in values.tolist()]
 
 

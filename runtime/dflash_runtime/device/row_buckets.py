@@ -9,7 +9,7 @@ LAYER_WEIGHTS = 193e6
 """Weights of a layer of Qwen3-8B. An H200 runs more than `LEAST_ROWS` rows of it longer than the host launches it."""
 
 RECURRENT_LAUNCHES = 1.5
-"""Launches of a recurrent layer, over those of a layer with attention."""
+"""Launches of a recurrent layer over launches of a layer with attention."""
 
 
 def attention_numbers(target: TargetConfig) -> int:
@@ -18,7 +18,7 @@ def attention_numbers(target: TargetConfig) -> int:
 
 
 def piecewise_rows(target: TargetConfig) -> int:
-    """The most rows of a captured forward: about as many as run while the host would launch the next layers."""
+    """Return the most rows of a captured forward. They take about the time of launching the next layers."""
     inner = target.intermediate_size
     if target.experts is not None:
         inner = max(inner, target.experts.num_chosen * target.experts.intermediate_size)

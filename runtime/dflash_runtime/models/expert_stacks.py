@@ -1,4 +1,4 @@
-"""Join the experts of a layer into two tensors, whose first axis is the expert, while they are loaded.
+"""Join the experts of a layer into two tensors [E, ...] while they are loaded.
 
 A checkpoint has a tensor for each part of each expert, or one fused tensor for all experts: `experts.gate_up_proj` and
 `experts.down_proj`. A shared expert becomes further experts at the end of the stack, each as wide as the others. Zeros
@@ -169,7 +169,7 @@ class _Fp8Stack:
                 scales = scales.expand(-1, layer.num_shared).contiguous()
             if expert == "shared" and layer.num_shared > 1 and matrix.has_groups and layer.inner % width:
                 raise UnsupportedError(
-                    "a shared expert in FP8 whose blocks do not end with the experts that it is cut into",
+                    "a shared expert in FP8 with blocks that cross the experts that it is cut into",
                     id="fp8-shared-expert-cut",
                 )
         else:

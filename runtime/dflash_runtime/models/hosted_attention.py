@@ -228,5 +228,5 @@ class OwnValues:
         return
 
     def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
-        """Hosted targets over pages have no recurrent layer."""
+        """Never called: hosted targets over pages lack recurrent layers."""
         raise NotImplementedError

@@ -27,7 +27,7 @@ GROUPED = "grouped_mm"
 """transformers' own function without reads on the host."""
 
 _KERNELS = "_dflash_kernels"
-"""The attribute of a module whose experts our kernels compute."""
+"""The attribute that marks a module with experts in our kernels."""
 
 NUM_ROWS, NUM_CHOSEN = 5, 2
 """Rows, and chosen experts of each row, in the comparison."""

@@ -1,4 +1,4 @@
-"""The parts of a decoder that targets and drafts share. Weights have no gradients.
+"""The parts of a decoder that targets and drafts share, without gradients.
 
 Axis letters: T flat rows, H heads, KV heads of keys and values, D head dim, F inner width, L layers, P pages.
 """

@@ -27,7 +27,7 @@ from dflash_runtime.models.weights import Matrix, Weights, find_matrix, named_te
 from dflash_runtime.target_config import TargetConfig
 
 OFFSET_NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm")
-"""Norms whose weight is an offset from one. The norm inside a recurrent layer is an ordinary one."""
+"""Norms with a weight that is an offset from one. The norm inside a recurrent layer is an ordinary norm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What every capture of a CUDA graph needs: its own stream, and no garbage collection."""
+"""Capture CUDA graphs on a stream of their own, without garbage collection."""
 
 import gc
 from collections.abc import Iterator

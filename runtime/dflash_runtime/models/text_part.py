@@ -58,7 +58,7 @@ def text_tensors(infos: Iterable[TensorInfo]) -> dict[str, TensorInfo]:
 def is_taken_out(model: nn.Module, name: str, *, is_wrapped: bool) -> bool:
     """Whether a tensor belongs to a part that is not loaded on purpose.
 
-    With `is_wrapped` the config is a wrapper's. transformers' class for the text alone then has no part to remove.
+    With `is_wrapped` the config is a wrapper's, and transformers' class for the text alone lacks such parts.
     """
     removed = getattr(model, TAKEN_OUT, None)
     if removed is None:

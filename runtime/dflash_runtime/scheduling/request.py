@@ -102,7 +102,7 @@ class Request:
 
     seed            from the parameters, or drawn by the engine
     num_delivered   how many output tokens the caller has received
-    load_key        the key of the hand-off that its KV is loaded from; None once loaded or given up
+    load_key        the key of the hand-off with its KV; None once loaded or given up
     load_len        rows of that hand-off, if known before it arrives
     send_key        the key under which the request is handed off after its prompt
     sent_params     the parameters that the receiver of that hand-off uses

@@ -20,10 +20,10 @@ FIRST_STEPS = 32
 """The number of first steps that verify whole blocks, so that the predictions of all positions are learned."""
 
 MEMORY_STEPS = 16
-"""The number of steps whose expected tokens are averaged."""
+"""The number of steps in the mean of expected tokens."""
 
 Survivals = Sequence[Sequence[float]]
-"""Survival by position of each request's drafted tokens. A request that drafts nothing has none."""
+"""Survival by position of each request's drafted tokens. Empty for a request that drafts nothing."""
 
 
 def survivals_of(likely: Sequence[float]) -> list[float]:
