@@ -14,7 +14,7 @@ from dflash_runtime.device.loading import load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
 from dflash_runtime.models import own_cache, own_cache_trial
-from dflash_runtime.models.own_cache import LEAST_PADDING, Batching, Member, OwnCacheTarget, TextCache
+from dflash_runtime.models.own_cache import LEAST_PADDING, Member, OwnCacheTarget, TextCache
 from dflash_runtime.models.target import find_target_runtime, load_target
 from dflash_runtime.target_config import OwnCache
 from dflash_testing import checkpoints as support
@@ -27,6 +27,9 @@ KINDS = [kind if kind in OWN_CACHE_DEFAULT else pytest.param(kind, marks=pytest.
 ONE_BY_ONE = ("falcon_mamba", "jamba", "mamba")
 WITHOUT_EMBEDDING = ("falcon_mamba", "mamba", "mamba2", "rwkv")
 """Families in which transformers' first hidden state is the output of the first layer, not the embedding."""
+
+UNBATCHED = ("deepseek_v4",)
+"""Families whose cache counts compressed tokens, so texts of different lengths share none."""
 
 CROPPED = ("deepseek_v2", "deepseek_v3", "diffllama", "glm4_moe_lite", "longcat_flash", "mistral4")
 
@@ -74,7 +77,9 @@ class TestTrial:
         assert target.reads_at_once == (kind not in ONE_BY_ONE)
         assert target.can_crop == (kind in CROPPED)
         assert target.makes_masks == (kind == "minimax")
-        assert target.batching == Batching(same_length=True, any_length=True)
+        is_shared = kind not in UNBATCHED
+        assert target.batching[:2] == (is_shared, is_shared)
+        assert (target.batching.problem is None) == is_shared
 
     @pytest.mark.parametrize("kind", OWN_CACHE_DEFAULT)
     @pytest.mark.parametrize("is_mixed", [False, True])
