@@ -196,7 +196,8 @@ class QuestionSession:
         return tokenizer.render(messages, where="a question", options={"enable_thinking": False})
 
     def _counters(self) -> ServerCounters | None:
-        return self.server.counters() if self.first.has_counters and self.is_safe else None
+        found = self.server.counters() if self.first.has_counters and self.is_safe else None
+        return found if found is None or found.is_exact else None
 
     def _rise(self, before: ServerCounters | None, num_tokens: int) -> ServerCounters | None:
         """The rise of the counters, or None unless one answer of `num_tokens` tokens explains it."""
@@ -204,7 +205,7 @@ class QuestionSession:
             return None
         now = await_counters(self.server, before, num_requests=1, num_tokens=num_tokens)
         risen = None if now is None else now.since(before)
-        if risen is None or not has_come(risen, num_requests=1, num_tokens=num_tokens):
+        if risen is None or not risen.is_exact or not has_come(risen, num_requests=1, num_tokens=num_tokens):
             return None
         is_alone = (risen.num_requests or 0) <= 1 and not exceeds_answers(risen, num_tokens, 1)
         return risen if is_alone else None
@@ -214,7 +215,7 @@ class QuestionSession:
         if served.steps is not None:
             steps, accepted = len(served.steps.accepted), sum(served.steps.accepted)
         elif risen is not None and risen.num_drafts is not None:
-            steps, accepted = risen.num_drafts, risen.num_accepted_tokens
+            steps, accepted = risen.num_drafts, risen.num_accepted_drafts
         elif steps is None and self.first.reports_steps:
             steps, accepted = 0, 0
         cached = served.num_cached

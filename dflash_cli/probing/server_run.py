@@ -195,7 +195,7 @@ def run_server(
     found: Rows = []
     failures: list[Failure] = []
     num_retried, num_late = server.client.num_retried, 0
-    watch = CounterWatch(server, before) if concurrency == 1 and before is not None else None
+    watch = CounterWatch(server, before) if concurrency == 1 and before is not None and before.is_exact else None
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
         num_resumed = len(journal.answers)
         for item in _ask_all(server, request, journal.pending, concurrency, watch):
@@ -316,6 +316,8 @@ def _count(
     if before is None or not found:
         return None, []
     num_tokens = sum(len(served.token_ids) for _, served in found)
+    if not before.is_exact:
+        return None, [_rounded(before)]
     try:
         now = await_counters(server, before, num_requests=len(found), num_tokens=num_tokens)
     except TimeIsUp:
@@ -324,9 +326,11 @@ def _count(
     if risen is None:
         text = "the server restarted during the run, because a counter fell; its counters are not used"
         return None, [Notice(text, id="server-restarted")]
+    if not risen.is_exact:
+        return None, [_rounded(risen)]
     if risen.num_requests is not None and risen.num_requests < len(found):
         few = f"the server counted {plural(risen.num_requests, 'request')} of {len(found)}"
-        text = f"{few}: it restarted during the run, or counts late; its counters are not used"
+        text = f"{few}, and no counter fell: it counts late, or other servers answer; its counters are not used"
         return None, [Notice(text, id="requests-not-counted")]
     notes = []
     if risen.num_requests is not None and risen.num_requests > len(found) + num_extra:
@@ -334,12 +338,25 @@ def _count(
         text = f"the server counted {others} more than this run sent: its counters include other clients"
         notes.append(Notice(text, id="other-clients-counted"))
     elif not num_extra and exceeds_answers(risen, num_tokens, len(found)):
-        text = f"the server counted {risen.num_tokens or 'more'} tokens and answered {num_tokens}: requests of other "
-        notes.append(Notice(f"{text}clients ran meanwhile, and its counters include them", id="other-clients-counted"))
+        notes.append(Notice(_more_counted(risen, num_tokens), id="other-clients-counted"))
     if watch is not None and watch.num_foreign:
         text = f"{plural(watch.num_foreign, 'answer')} without own steps: other clients sent requests meanwhile"
         notes.append(Notice(text, id="steps-of-other-clients"))
     return risen, notes
+
+
+def _rounded(counters: ServerCounters) -> Notice:
+    text = f"the server prints its counters in steps of {counters.resolution}: they are not used"
+    return Notice(text, id="counters-rounded")
+
+
+def _more_counted(risen: ServerCounters, num_tokens: int) -> str:
+    """The counts that are larger than the answers."""
+    counted = f"{risen.num_tokens} tokens"
+    if (risen.num_tokens or 0) <= num_tokens:
+        counted = f"{risen.num_drafts} steps and {risen.num_accepted_drafts} accepted tokens"
+    why = "requests of other clients ran meanwhile, and its counters include them"
+    return f"the server counted {counted} and answered {num_tokens} tokens: {why}"
 
 
 def _pool(
@@ -365,9 +382,9 @@ def _pool(
         note = Notice(f"{plural(lacking, 'answer')} without steps, left out of acceptance", id="answers-without-steps")
         return total, "answers", [note] if lacking else []
     num_tokens = sum(len(answer.output.token_ids) for answer in answers)
-    if counted is not None and counted.num_drafts and counted.num_accepted_tokens is not None:
-        per_pos = () if counted.contradiction else counted.per_pos_accepted
-        counts = AcceptanceCounts(len(per_pos), counted.num_drafts, counted.num_accepted_tokens, list(per_pos))
+    if counted is not None and counted.num_drafts and counted.num_accepted_drafts is not None:
+        per_pos = counted.per_pos_accepted if counted.has_sound_positions else ()
+        counts = AcceptanceCounts(len(per_pos), counted.num_drafts, counted.num_accepted_drafts, list(per_pos))
         why = "the server counts all requests together"
         return _summary(counts, len(served), num_tokens, why, counted.histogram or ()), "counters", []
     sums = [item for item in served if item.num_steps and item.num_accepted is not None]
