@@ -123,6 +123,8 @@ class ServedAnswer:
     num_drafted
     num_draft_tokens  K
     num_cached        prompt tokens that the prefix cache held
+    num_prompt        prompt tokens that the server read
+    id                the name that the server gives this answer alone
     decode_ms         time of decoding without the prompt, by the server
     """
 
@@ -135,6 +137,8 @@ class ServedAnswer:
     num_drafted: Steps | None = None
     num_draft_tokens: Drafts | None = None
     num_cached: Annotated[int, Limits(least=0, below=MAX_LEN)] | None = None
+    num_prompt: Annotated[int, Limits(least=0, below=MAX_LEN)] | None = None
+    id: str | None = None
     decode_ms: Annotated[float, Limits(least=0)] | None = None
 
 

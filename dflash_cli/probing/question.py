@@ -25,11 +25,9 @@ from dflash_cli.probing.server_run import ServerRequest, ServerRun
 from dflash_cli.probing.token_equality import TokenEquality, TokenText, texts_of_answers
 from dflash_cli.probing.tool_calls import ServedToolCall
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 
-PACKAGE = "dflash_cli.probing.questions"
-MAX_REASON_CHARS, CONTROL_LEN = 160, 32
+CONTROL_LEN = 32
 LAST = "first-prompts-again"
 """The name of the question that comes after all others."""
 SLOW, SLOW_SECONDS = 5, 0.5
@@ -103,6 +101,8 @@ class QuestionSession:
     first: ServerRun
     near_tie_nats: float
     is_safe: bool = True
+    is_gone: bool = field(default=False, init=False)
+    """Whether a plain request got no answer."""
     num_requests: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)
 
@@ -226,33 +226,6 @@ class QuestionSession:
 
 Ask = Callable[[QuestionSession], Outcome]
 QUESTIONS: Registry[Ask] = Registry("question of a probe")
-
-
-def ask_questions(session: QuestionSession) -> list[QuestionReport]:
-    """The reports of all questions, in order of their names, with `LAST` at the end."""
-    QUESTIONS.discover(PACKAGE)
-    return [_ask(name, session) for name in sorted(QUESTIONS, key=lambda name: (name == LAST, name))]
-
-
-def _ask(name: str, session: QuestionSession) -> QuestionReport:
-    session.num_requests = session.num_tokens = 0
-    started, why, found = time.perf_counter(), "", None
-    try:
-        found = QUESTIONS[name](session)
-    except NotJudged as error:
-        why = str(error)
-    except DFlashError as error:
-        why = shorten(error.message.removeprefix(f"{error.path}: "), MAX_REASON_CHARS)
-    return QuestionReport(
-        name=name,
-        is_judged=found is not None,
-        seen=why if found is None else found.seen,
-        num_requests=session.num_requests,
-        num_tokens=session.num_tokens,
-        seconds=round(time.perf_counter() - started, 3),
-        equality=None if found is None else found.equality,
-        findings=() if found is None else tuple(found.findings),
-    )
 
 
 def pooled_length(answers: Sequence[CountedAnswer]) -> tuple[float | None, int]:

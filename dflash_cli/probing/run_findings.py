@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_cli.comparing.result_comparison import Comparison
-from dflash_cli.probing.answer_findings import find_answer_faults
+from dflash_cli.probing.answer_findings import find_answer_faults, find_stored_answers
 from dflash_cli.probing.attribution import is_lower_under_load
 from dflash_cli.probing.draft_findings import MIN_STEPS, find_draft_faults
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
@@ -21,8 +21,8 @@ WHOLE = 0.02
 """A mean this close to a whole number is a limit; a server that chooses widths by itself has others."""
 EACH_STEP = 0.85
 """A surplus of accepted tokens, as a share of the steps, that the target's own token of each step explains."""
-BONUS_COUNTED = """the target's own token of each step is counted as an accepted draft token, so the accepted tokens in \
-all are too high, and so are dashboards that show them. Positions are right and are used where they are known"""
+BONUS_COUNTED = """the target's own token of each step is counted as an accepted draft token, so the accepted tokens \
+in all are too high, and so are dashboards that show them. Positions are right and are used where they are known"""
 PART_COUNTED = """one of the counters lacks a part of the server, such as one of its engines; dashboards that show it \
 are wrong. Figures by position are left out where they come from it"""
 
@@ -40,8 +40,9 @@ def find_in_runs(
     yield from off
     yield from _capped(facts, runs[0])
     yield from _shapes(runs[0])
-    yield from find_draft_faults(facts, runs[0])
+    yield from find_draft_faults(facts, runs)
     yield from find_answer_faults(runs[0])
+    yield from find_stored_answers(runs)
     if not off:
         yield from _lower_under_load(loads, equalities)
     yield from _unequal(facts, equalities)
@@ -209,7 +210,7 @@ def _counters(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
             id="counters-rounded",
             severity="info",
             seen=notes["counters-rounded"],
-            follows="figures come from the answers alone; counters of a server that has run for long have too few digits",
+            follows="figures come from the answers alone; a server that has run for long has too few digits",
             next="restart the server for exact counters, or add up answers in place of its metrics",
         )
     if "server-restarted" in notes:

@@ -71,6 +71,14 @@ class DraftWidths:
         return self.num_draft_tokens / self.num_steps
 
 
+@dataclass(frozen=True, slots=True)
+class ReadLength:
+    """Tokens of a prompt, and how many the server says that it read."""
+
+    sent: int
+    read: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRun:
     """A server's answers with `concurrency` requests at the same time."""
@@ -95,6 +103,9 @@ class ServerRun:
     sums: Annotated[Mapping[tuple[int, ...], tuple[int, int]], HIDDEN] = field(default_factory=dict)
     """Prompt -> accepted draft tokens and steps of its answer, where a server tells the sums alone."""
     widths: Annotated["DraftWidths | None", HIDDEN] = None
+    ids: Annotated[Mapping[tuple[int, ...], str], HIDDEN] = field(default_factory=dict)
+    """Prompt -> the server's id of its answer."""
+    read_lengths: Annotated[tuple["ReadLength", ...], HIDDEN] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", round(self.seconds, 6))
@@ -234,6 +245,12 @@ def run_server(
         is_ordered=is_ordered,
         sums=_sums(found),
         widths=_widths(found, counted),
+        ids={answer.output.prompt_token_ids: served.id for answer, served in found if served.id is not None},
+        read_lengths=tuple(
+            ReadLength(len(answer.output.prompt_token_ids), served.num_prompt)
+            for answer, served in found
+            if served.num_prompt is not None
+        ),
         failed=tuple(failures),
         notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed), *_late(num_late, request)),
         seconds=time.perf_counter() - started,

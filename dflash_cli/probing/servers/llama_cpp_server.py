@@ -106,6 +106,7 @@ class LlamaCppServer(InferenceServer):
             num_accepted=timings.get("draft_n_accepted"),
             num_drafted=timings.get("draft_n"),
             num_cached=timings.get("cache_n"),
+            num_prompt=document.get("tokens_evaluated"),
             decode_ms=timings.get("predicted_ms"),
         )
 

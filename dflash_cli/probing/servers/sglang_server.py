@@ -119,6 +119,8 @@ def _read_answer(document: Any) -> ServedAnswer:
         num_accepted=_first(meta, ACCEPTED),
         num_drafted=_first(meta, PROPOSED),
         num_cached=meta.get("cached_tokens"),
+        num_prompt=meta.get("prompt_tokens"),
+        id=meta.get("id"),
     )
 
 

@@ -114,14 +114,16 @@ class VllmServer(InferenceServer):
 
 
 def _read_answer(document: Any) -> ServedAnswer:
-    choice = document["choices"][0]
+    choice, usage = document["choices"][0], as_object(document.get("usage"))
     return ServedAnswer(
         token_ids=tuple(ids_of(choice, "token_ids")),
         text=choice["text"],
         finish_reason=choice["finish_reason"],
         steps=_steps(document),
         num_draft_tokens=_acceptance(document).get("num_spec_tokens"),
-        num_cached=as_object(as_object(document.get("usage")).get("prompt_tokens_details")).get("cached_tokens"),
+        num_cached=as_object(usage.get("prompt_tokens_details")).get("cached_tokens"),
+        num_prompt=usage.get("prompt_tokens"),
+        id=document.get("id"),
     )
 
 
