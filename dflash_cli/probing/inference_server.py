@@ -61,6 +61,7 @@ class ServerFacts:
     cache_block: Annotated[int | None, NOT_REQUIRED, "tokens of a block of the prefix cache"] = None
     undrafted_slots: Annotated[int | None, NOT_REQUIRED, "slots that the server says cannot draft"] = None
     lossy: Annotated[str | None, NOT_REQUIRED, "settings that make verification lossy, with their values"] = None
+    adapters: Annotated[tuple[str, ...], NOT_REQUIRED, "adapters of the model that requests can name"] = ()
 
     @property
     def is_lookup(self) -> bool:
@@ -333,6 +334,13 @@ def check_engine(name: str) -> None:
         close = closest(name, known)
         hint = f"did you mean {close}?" if close else None
         raise UsageError(field="--engine", found=name, expected=", ".join(known), hint=hint)
+
+
+def adapters_of(models: Any, model: str) -> tuple[str, ...]:
+    """The names in a list of models that have `model` as their parent."""
+    items = [as_object(item) for item in models[:MAX_MODELS]] if isinstance(models, list) else []
+    names = [item.get("id") for item in items if item.get("parent") == model]
+    return tuple(shorten(name, MAX_SHOWN_CHARS) for name in names if isinstance(name, str))
 
 
 def open_server(client: HttpClient, *, engine: str = "auto", model: str | None = None) -> InferenceServer:

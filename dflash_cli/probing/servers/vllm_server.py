@@ -17,6 +17,7 @@ from dflash_cli.probing.inference_server import (
     ServedSteps,
     ServerFacts,
     Variant,
+    adapters_of,
     ids_of,
     steps_of,
 )
@@ -55,7 +56,8 @@ class VllmServer(InferenceServer):
     def describe(self) -> ServerFacts:
         metrics = self.metrics()
         counters, cache = metrics.counters, metrics.infos.get(CACHE_CONFIG, {})
-        model = _first_of(self.find("/v1/models").get("data"), self.model)
+        models = self.find("/v1/models").get("data")
+        model = _first_of(models, self.model)
         return ServerFacts(
             engine=self.name,
             release=self.find("/version").get("version"),
@@ -63,6 +65,7 @@ class VllmServer(InferenceServer):
             is_drafting=counters is not None,
             num_draft_tokens=len(counters.per_pos_accepted) or None if counters is not None else None,
             target=model.get("root"),
+            adapters=adapters_of(models, self.model),
             max_len=model.get("max_model_len"),
             kv_dtype=cache.get("cache_dtype"),
             has_prefix_cache={"true": True, "false": False}.get(cache.get("enable_prefix_caching", "").lower()),
