@@ -31,8 +31,9 @@ SCALARS = (
     "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_requests", "num_tokens", "num_cached_tokens",
 )  # fmt: skip
 VALUE = re.compile(r"(?:\}|^[^\s{]+)\s+(\S+)")
+WHOLE = re.compile(r"\d+\.0+|\d{7,}(?:\.\d*)?")
 EXPONENT = re.compile(r"(\d)\.?(\d*)e\+?(\d{1,2})", re.IGNORECASE)
-"""The value of a sample's line, and its digits before and after the point, and its exponent."""
+"""The value of a sample's line, values that C++ streams do not print, and the digits and exponent of a value."""
 Sample = tuple[str, Mapping[str, str], float]
 """A metric's name, its labels and its value."""
 STARTED, INFO = "process_start_time_seconds", "_info"
@@ -190,7 +191,7 @@ def _resolution(text: str, names: Mapping[str, str]) -> int:
     lines = [line for line in text.splitlines() if line.startswith(tuple(names.values()))]
     values = [found[1] for line in lines if (found := VALUE.search(line))]
     sizes = [(len(found[1] + found[2]), int(found[3])) for value in values if (found := EXPONENT.fullmatch(value))]
-    is_exact = any(value.endswith(".0") for value in values) or any(digits > STREAM_DIGITS for digits, _ in sizes)
+    is_exact = any(map(WHOLE.fullmatch, values)) or any(digits > STREAM_DIGITS for digits, _ in sizes)
     return 1 if is_exact else 10 ** max((max(0, size + 1 - STREAM_DIGITS) for _, size in sizes), default=0)
 
 

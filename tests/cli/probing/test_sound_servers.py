@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dflash_testing.scripted_faults import Fading, Looping, Ranks, Telling, Thinking, Timed, Wide, WithDefaults
+from dflash_testing.scripted_operations import Adapted, Failing, Named, Rounded, Spread, Surprising, is_long
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -61,6 +62,13 @@ SOUND: dict[str, Script] = {
     "marks of the template around JSON": Script(**S, json="marks"),
     "two ranks with a cache each": Ranks(**S),
     "two answers of one token": Looping(**S, size=1),
+    "counters of weeks in six digits": Rounded(**L),
+    "one id for all answers": Named(**STEPS, id="cmpl-0"),
+    "an id for each answer": Named(**STEPS),
+    "one failure that does not come again": Failing(**S, fails=is_long, recovers=True),
+    "acceptance of any rate between prompts": Spread(**S, is_even=True),
+    "adapters that the draft follows": Adapted(**STEPS, has_metrics=False, adapter_rate=0.6),
+    "a second method with longer drafts": Surprising(**L),
 }
 
 

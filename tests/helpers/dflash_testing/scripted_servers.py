@@ -102,6 +102,14 @@ class Script(FakeEngine):
         """Whether an answer goes on after the string at which it must end."""
         return False
 
+    def as_metrics(self, text: str) -> str:
+        """The metrics as the server prints them."""
+        return text
+
+    def early_answer(self, path: str, body: Mapping[str, Any]) -> Any | None:
+        """An answer that comes before the engine's own, or None. It may raise the errors of a client."""
+        return None
+
     def as_answer(self, path: str, answer: Any) -> Any:
         """The answer to the request of this thread as the server gives it."""
         return answer
@@ -268,12 +276,13 @@ class ScriptedClient:
             return None
         script.counts["tokens"] += script.grows_alone
         lines = METRICS[script.style](script).splitlines(keepends=True)
-        return "".join(line for line in lines if not any(name in line for name in script.missing))
+        return script.as_metrics("".join(line for line in lines if not any(name in line for name in script.missing)))
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         script = self.script
         script.now.body = body
-        return script.as_answer(path, self._answer(script, path, body))
+        early = script.early_answer(path, body)
+        return script.as_answer(path, self._answer(script, path, body)) if early is None else early
 
     def _answer(self, script: Script, path: str, body: Mapping[str, Any]) -> Any:
         if path == "/tokenize":
