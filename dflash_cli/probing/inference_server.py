@@ -229,6 +229,12 @@ class InferenceServer(ABC):
         """Token id -> log-probability in nats, for the most likely tokens after a text."""
 
     @abstractmethod
+    def told_logprobs(
+        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
+    ) -> list[tuple[int, float]]:
+        """The tokens of an answer, each with the log-probability in nats that the server tells of it."""
+
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the model's tokenizer adds."""
 

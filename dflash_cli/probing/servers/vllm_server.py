@@ -74,6 +74,14 @@ class VllmServer(InferenceServer):
         )
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
+        return self.post(COMPLETIONS, self._body(prompt_ids, asked, variant), _read_answer)
+
+    def told_logprobs(
+        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
+    ) -> list[tuple[int, float]]:
+        return self.post(COMPLETIONS, {**self._body(prompt_ids, asked, variant), "logprobs": 1}, _read_told)
+
+    def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
         body = {
             "model": self.model,
             "prompt": list(prompt_ids),
@@ -85,7 +93,7 @@ class VllmServer(InferenceServer):
         if variant.json_schema is not None:
             schema = {"name": "answer", "schema": variant.json_schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return self.post(COMPLETIONS, body, _read_answer)
+        return body
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
         body = {
@@ -128,6 +136,11 @@ def _read_answer(document: Any) -> ServedAnswer:
         num_prompt=usage.get("prompt_tokens"),
         id=document.get("id"),
     )
+
+
+def _read_told(document: Any) -> list[tuple[int, float]]:
+    choice = document["choices"][0]
+    return list(zip(ids_of(choice, "token_ids"), map(float, choice["logprobs"]["token_logprobs"]), strict=True))
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:
