@@ -19,7 +19,7 @@ SHAPES = {"acceptance-stops", "acceptance-cliff"}
 """Findings on positions. Positions that are never drafted look like positions that are never accepted."""
 UNSTEADY = {
     "answers-not-greedy", "answers-not-repeatable", "answers-change-with-load", "prefix-cache-changes-answers",
-    "second-turn-changes-answers", "default-settings-change-answers",
+    "second-turn-changes-answers", "default-settings-change-answers", "answers-change-beside-sampled",
 }  # fmt: skip
 """Findings on changed answers. They follow where one request alone gets other answers by chance."""
 UNREPEATABLE = {
@@ -44,7 +44,8 @@ EXPLAINS: Mapping[str, set[str]] = {
         *LATER, "draft-fails-on-some-prompts", "repeat-lowers-acceptance", "acceptance-near-zero",
         "acceptance-low-everywhere", *REJECTED,
     },
-    "answers-not-repeatable": {"answers-change-with-load"},
+    "answers-not-repeatable": {"answers-change-with-load", "answers-change-beside-sampled"},
+    "answers-change-with-load": {"answers-change-beside-sampled"},
     "temperature-zero-ignored": UNSTEADY,
     "answers-change-each-time": UNSTEADY,
     "replicas-answer-differently": {*UNSTEADY, "logprobs-wrong", "draft-fails-on-some-prompts"},

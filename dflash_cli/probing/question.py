@@ -128,7 +128,7 @@ class QuestionSession:
         seed: int = 0,
     ) -> CountedAnswer:
         """The answer to a prompt, by default greedy. Raises the errors of `InferenceServer.answer`."""
-        before = self._counters()
+        before = self.counters()
         started = time.perf_counter()
         asked = Asked(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         served = self.server.answer(prompt_ids, asked, variant)
@@ -138,7 +138,7 @@ class QuestionSession:
 
     def call_tool(self, ask: Callable[[], ServedToolCall]) -> CountedCall:
         """A tool call with its figures."""
-        before = self._counters()
+        before = self.counters()
         started = time.perf_counter()
         call = ask()
         seconds = time.perf_counter() - started
@@ -195,7 +195,8 @@ class QuestionSession:
         messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
         return tokenizer.render(messages, where="a question", options={"enable_thinking": False})
 
-    def _counters(self) -> ServerCounters | None:
+    def counters(self) -> ServerCounters | None:
+        """The counters; None if they are not exact or not of this probe's requests alone."""
         found = self.server.counters() if self.first.has_counters and self.is_safe else None
         return found if found is None or found.is_exact else None
 

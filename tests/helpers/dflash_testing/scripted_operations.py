@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -167,3 +168,33 @@ class Surprising(Script):
             if num_tokens > 30
             else super().steps(ids, num_tokens, rate)
         )
+
+
+@dataclass
+class Told(Script):
+    """Each token has an own log-probability. Those of drafted tokens are told as 0, or as all `are_zero`."""
+
+    are_zero: bool = False
+
+    def scores(self, ids: Ids) -> list[dict[int, float]]:
+        return [{token: -(token % 8) / 8} for token in ids[len(self.prompt_of(ids)) :]]
+
+    def told_logprob(self, place: int, value: float) -> float:
+        return value if not place and not self.are_zero else 0.0
+
+
+@dataclass
+class Mixed(Script):
+    """Greedy requests get other tokens while sampled ones run."""
+
+    num_sampled: int = 0
+
+    def complete(self, ids: Ids, num_tokens: int, *, is_plain: bool, uses_cache: bool) -> Text:
+        with self.lock:
+            self.num_sampled += self.is_sampled
+        time.sleep(0.002)
+        text = super().complete(ids, num_tokens, is_plain=is_plain, uses_cache=uses_cache)
+        with self.lock:
+            is_beside = self.num_sampled > 0 and not self.is_sampled
+            self.num_sampled -= self.is_sampled
+        return replace(text, token_ids=tuple(token % 8 for token in text.token_ids)) if is_beside else text
