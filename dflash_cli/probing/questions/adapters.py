@@ -13,8 +13,8 @@ from dflash_runtime.phrases import plural
 
 MAX_ADAPTERS, FIRST, MORE = 2, slice(0, 4), slice(4, 12)
 SOUND, HALF, MIN_STEPS = 2.0, 0.5, 40
-"""Adapters lower acceptance if the model has SOUND tokens per step, and an adapter accepts less than HALF as many draft
-tokens per step for FIRST and for MORE prompts."""
+"""Adapters lower acceptance if the model has SOUND tokens per step, and the next draft token of an adapter is accepted
+less than HALF as often, for FIRST and for MORE prompts."""
 
 
 @QUESTIONS.register("adapters")
@@ -46,7 +46,12 @@ def _length(session: QuestionSession, name: str, usual: float) -> float | None:
 
 
 def _is_low(length: float, usual: float) -> bool:
-    return length - 1 < HALF * (usual - 1)
+    return _rate(length) < HALF * _rate(usual)
+
+
+def _rate(length: float) -> float:
+    """How often the next draft token is accepted, if that is as likely at each position."""
+    return (length - 1) / length
 
 
 def _ask(session: QuestionSession, name: str, places: slice) -> Sequence[CountedAnswer]:

@@ -98,7 +98,8 @@ def test_a_random_sound_server_has_no_fault(seed: int, monkeypatch: pytest.Monke
         "tools": draw.choice(["sound", "absent", "cut", "refused"]),
     }
     kinds: list[Callable[..., Script]] = [Script, Thinking, Wide, partial(Looping, size=1)]
-    kinds += [Ranks] if style is S else []
+    kinds += [partial(Spread, is_even=True), partial(Told, are_zero=True), Named, partial(Adapted, adapter_rate=0.6)]
+    kinds += [Ranks] if style is S else [Rounded] if style is L else []
     found = probe_script(monkeypatch, draw.choice(kinds)(**style, **changes))
     assert named(found) == set(), (changes, [(item.id, item.seen) for item in found.findings])
 
