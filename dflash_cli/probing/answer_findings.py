@@ -26,13 +26,13 @@ def find_answer_faults(run: ServerRun) -> Iterator[ServedFinding]:
 def find_stored_answers(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
     """A finding if a later run has answers with the ids of the first run. An engine gives each answer its own id."""
     for run in runs[1:]:
-        ids = {runs[0].ids[prompt]: id for prompt, id in run.ids.items() if prompt in runs[0].ids}
-        alike = sum(first == id for first, id in ids.items())
-        if alike >= MIN_IDS and 2 * alike > len(ids) and len(set(runs[0].ids.values())) == len(runs[0].ids):
+        pairs = [(runs[0].ids[prompt], id) for prompt, id in run.ids.items() if prompt in runs[0].ids]
+        alike = sum(first == id for first, id in pairs)
+        if alike >= MIN_IDS and 2 * alike > len(pairs) and len(set(runs[0].ids.values())) == len(runs[0].ids):
             yield ServedFinding(
                 id="answers-from-a-store",
                 severity="warning",
-                seen=f"{alike} of {plural(len(ids), 'answer')} {run.name} have the ids of the answers {runs[0].name}",
+                seen=f"{alike} of {plural(len(pairs), 'answer')} {run.name} have the ids of the answers {runs[0].name}",
                 follows="something before the engine keeps answers and gives them again to the same request. Figures "
                 f"{run.name} are no figures of the engine",
                 next="probe the engine at its own address, or switch off the store of answers in the gateway",

@@ -71,9 +71,8 @@ def _outcome(name: str, session: QuestionSession) -> Outcome:
         session.is_gone = not _answers(session)
         has_restarted = identify(session.server.readings[num_readings:]) != "one"
         if has_restarted:
-            del session.server.readings[
-                num_readings:
-            ]  # counters that fell again and again would look like several servers
+            # Counters that fall again and again would look like several servers.
+            del session.server.readings[num_readings:]
         return _failed(name, session, _reason(error), has_restarted)
 
 

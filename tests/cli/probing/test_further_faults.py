@@ -148,11 +148,11 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "51": (partial(Cut, **S), {"prompts-cut"}),
     "52": (partial(Spread, **S), {"draft-fails-on-some-prompts"}),
     "53": (partial(RunsOn, **L), {"chats-go-on"}),
+    "54": (partial(Adapted, **STEPS, has_metrics=False), {"adapter-lowers-acceptance"}),
     "55": (partial(Told, **S), {"logprobs-wrong"}),
     "55 vllm": (partial(Told, **STEPS), {"logprobs-wrong"}),
     "55 llama.cpp": (partial(Told, **L, has_metrics=False), {"logprobs-wrong"}),
     "56": (partial(Mixed, **S), {"answers-change-beside-sampled"}),
-    "54": (partial(Adapted, **STEPS, has_metrics=False), {"adapter-lowers-acceptance"}),
 }
 
 

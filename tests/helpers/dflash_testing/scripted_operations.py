@@ -1,7 +1,6 @@
 """Scripted servers with faults of their operation: gateways, limits, counters, restarts, adapters and ends of turns."""
 
 import json
-import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -117,12 +116,12 @@ class CacheStart(Script):
 
 @dataclass
 class Spread(Script):
-    """Acceptance differs between prompts: nothing for each third one, or any rate."""
+    """Acceptance differs between prompts: nothing for each third one, or a rate of its own, from 0 to 15 of 16."""
 
     is_even: bool = False
 
     def steps(self, ids: Ids, num_tokens: int, rate: float) -> Ids:
-        own = random.Random(ids[-1]).uniform(0.05, 0.95) if self.is_even else 0.02 if ids[-1] % 3 == 0 else rate
+        own = ids[-1] % 16 / 16 if self.is_even else 0.02 if ids[-1] % 3 == 0 else rate
         return super().steps(ids, num_tokens, own)
 
 
