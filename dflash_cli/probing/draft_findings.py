@@ -164,10 +164,12 @@ def _rates(run: ServerRun) -> Rates:
 
 def _rate(rates: Rates, chosen: set[str]) -> float:
     """Share of the steps of these prompts that accept the first draft token."""
-    steps, first = (sum(values) for values in zip(*(rates[digest] for digest in chosen), strict=True))
-    return first / steps
+    return sum(rates[digest][1] for digest in chosen) / sum(rates[digest][0] for digest in chosen)
 
 
 def _at_most(count: int, number: int, rate: float) -> float:
     """The probability of `count` successes or fewer in `number` trials."""
-    return sum(math.comb(number, item) * rate**item * (1 - rate) ** (number - item) for item in range(count + 1))
+    each = (
+        math.comb(number, item) * math.pow(rate, item) * math.pow(1 - rate, number - item) for item in range(count + 1)
+    )
+    return math.fsum(each)

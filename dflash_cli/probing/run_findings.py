@@ -202,7 +202,7 @@ def _counters(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
             id="counters-incomplete",
             severity="warning",
             seen=notes["requests-not-counted"],
-            follows="the counters are late or of another server than the answers; no counter fell, so it is no restart",
+            follows="the counters are late, or another server gives the answers; a restart would make counters fall",
             next="repeat the probe with --concurrency 1, which reads the counters after each answer",
         )
     if "counters-rounded" in notes:

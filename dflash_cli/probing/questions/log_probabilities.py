@@ -1,4 +1,4 @@
-"""Ask for answers with their log-probabilities: are those of drafted tokens the target's own?
+"""Ask for answers with log-probabilities: does the server tell the target's own for drafted tokens?
 
 The first token of an answer comes from the prompt, without a draft. A server that tells wrong log-probabilities of it,
 too, tells other ones by a setting, such as after the temperature.
@@ -36,7 +36,7 @@ def ask(session: QuestionSession) -> Outcome:
     finding = ServedFinding(
         id="logprobs-wrong",
         severity="error",
-        seen=f"{seen}; those of the first tokens are right",
+        seen=f"{seen}; log-probabilities of the first tokens are right",
         follows="the server tells wrong log-probabilities of drafted tokens; its answers may be right",
         next="do not use them for scores or filters; ask the same without the draft, and report it to the engine",
     )
@@ -44,7 +44,7 @@ def ask(session: QuestionSession) -> Outcome:
 
 
 def _pairs(session: QuestionSession, prompt_ids: tuple[int, ...]) -> Pairs:
-    """What the server tells of an answer with drafts, beside the target's own scores or the same answer without."""
+    """Log-probabilities of an answer with drafts, beside the target's own scores or the same answer without drafts."""
     told = _told(session, prompt_ids, MEASURED)
     token_ids = [token for token, _ in told]
     if session.server.can_score:

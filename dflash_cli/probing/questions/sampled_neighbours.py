@@ -6,6 +6,7 @@ one gives wrong tokens, and only there. Runs with greedy requests alone do not s
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from threading import Event, Thread
 
 from dflash_cli.probing.inference_server import Asked
@@ -53,10 +54,9 @@ def _compare(session: QuestionSession, texts: Sequence[TokenText]) -> TokenEqual
         for place, text in enumerate(texts):
             served = session.server.answer(text.prompt_ids, Asked(max_new_tokens=len(text.token_ids)))
             session.charge(len(text.prompt_ids) + len(served.token_ids))
-            names = {"name": str(place), "prompt_ids": text.prompt_ids}
-            measured["", place] = TokenText(**names, token_ids=text.token_ids, is_cut=text.is_cut)
+            measured["", place] = replace(text, name=str(place))
             is_cut = served.finish_reason == "length"
-            beside["", place] = TokenText(**names, token_ids=served.token_ids, is_cut=is_cut)
+            beside["", place] = replace(text, name=str(place), token_ids=served.token_ids, is_cut=is_cut)
     return compare_texts(
         measured,
         beside,

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from dflash_testing.scripted_faults import Fading, Looping, Ranks, Telling, Thinking, Timed, Wide, WithDefaults
-from dflash_testing.scripted_operations import Adapted, Failing, Named, Rounded, Spread, Surprising, Told, is_long
+from dflash_testing.scripted_operations import (
+    Adapted,
+    Failing,
+    Mixed,
+    Named,
+    Rounded,
+    Spread,
+    Surprising,
+    Told,
+    is_long,
+)
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -69,6 +79,7 @@ SOUND: dict[str, Script] = {
     "acceptance of any rate between prompts": Spread(**S, is_even=True),
     "adapters that the draft follows": Adapted(**STEPS, has_metrics=False, adapter_rate=0.6),
     "log-probabilities of all tokens after a temperature": Told(**S, are_zero=True),
+    "near-ties beside sampled requests": Mixed(**V, has_near_ties=True, loaded_split=0.1),
     "a second method with longer drafts": Surprising(**L),
 }
 

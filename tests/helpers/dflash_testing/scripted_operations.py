@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_cli.probing.http_client import ServerUnreachable
 from dflash_testing.fake_engines import Ids, Text
-from dflash_testing.scripted_servers import Script
+from dflash_testing.scripted_servers import SPLIT, Script
 
 RUN_ON = "<|im_end|>\n<|im_start|>user\nAnd lakes?"
 
@@ -184,9 +184,10 @@ class Told(Script):
 
 @dataclass
 class Mixed(Script):
-    """Greedy requests get other tokens while sampled ones run."""
+    """Greedy requests get other tokens while sampled ones run, or the other token of a near-tie."""
 
     num_sampled: int = 0
+    has_near_ties: bool = False
 
     def complete(self, ids: Ids, num_tokens: int, *, is_plain: bool, uses_cache: bool) -> Text:
         with self.lock:
@@ -196,4 +197,8 @@ class Mixed(Script):
         with self.lock:
             is_beside = self.num_sampled > 0 and not self.is_sampled
             self.num_sampled -= self.is_sampled
-        return replace(text, token_ids=tuple(token % 8 for token in text.token_ids)) if is_beside else text
+        if not is_beside:
+            return text
+        other = [token if self.has_near_ties else token % 8 for token in text.token_ids]
+        other[SPLIT] += self.has_near_ties
+        return replace(text, token_ids=tuple(other))

@@ -107,7 +107,7 @@ class Script(FakeEngine):
         return text
 
     def told_logprob(self, place: int, value: float) -> float:
-        """The log-probability that the server tells of the token at a place of a drafted answer."""
+        """The log-probability that the server tells of a token of a drafted answer; its position is `place`."""
         return value
 
     def early_answer(self, path: str, body: Mapping[str, Any]) -> Any | None:
