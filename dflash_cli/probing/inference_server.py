@@ -342,13 +342,6 @@ def check_engine(name: str) -> None:
         raise UsageError(field="--engine", found=name, expected=", ".join(known), hint=hint)
 
 
-def adapters_of(models: Any, model: str) -> tuple[str, ...]:
-    """The names in a list of models that have `model` as their parent."""
-    items = [as_object(item) for item in models[:MAX_MODELS]] if isinstance(models, list) else []
-    names = [item.get("id") for item in items if item.get("parent") == model]
-    return tuple(shorten(name, MAX_SHOWN_CHARS) for name in names if isinstance(name, str))
-
-
 def open_server(client: HttpClient, *, engine: str = "auto", model: str | None = None) -> InferenceServer:
     """The server at the client's URL. With `auto`, its list of models names the engine.
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from dflash_cli.probing.inference_server import (
+    MAX_MODELS,
+    MAX_SHOWN_CHARS,
     MEASURED,
     SERVERS,
     Asked,
@@ -17,12 +19,12 @@ from dflash_cli.probing.inference_server import (
     ServedSteps,
     ServerFacts,
     Variant,
-    adapters_of,
     ids_of,
     steps_of,
 )
 from dflash_cli.probing.lossy_settings import lossy_settings
 from dflash_runtime.json_values import as_index, as_object
+from dflash_runtime.phrases import shorten
 
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 SETTINGS = "/server_info?config_format=json"
@@ -65,7 +67,7 @@ class VllmServer(InferenceServer):
             is_drafting=counters is not None,
             num_draft_tokens=len(counters.per_pos_accepted) or None if counters is not None else None,
             target=model.get("root"),
-            adapters=adapters_of(models, self.model),
+            adapters=_adapters_of(models, self.model),
             max_len=model.get("max_model_len"),
             kv_dtype=cache.get("cache_dtype"),
             has_prefix_cache={"true": True, "false": False}.get(cache.get("enable_prefix_caching", "").lower()),
@@ -151,6 +153,13 @@ def _read_logprobs(document: Any) -> dict[int, float]:
 def _read_scores(document: Any, count: int) -> list[dict[int, float]]:
     found = document["choices"][0]["prompt_logprobs"][-count:]
     return [{int(token): float(item["logprob"]) for token, item in place.items()} for place in found]
+
+
+def _adapters_of(models: Any, model: str) -> tuple[str, ...]:
+    """The names in a list of models that have `model` as their parent."""
+    items = [as_object(item) for item in models[:MAX_MODELS]] if isinstance(models, list) else []
+    names = [item.get("id") for item in items if item.get("parent") == model]
+    return tuple(shorten(name, MAX_SHOWN_CHARS) for name in names if isinstance(name, str))
 
 
 def _first_of(models: Any, name: str) -> Mapping[str, Any]:
