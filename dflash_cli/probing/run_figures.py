@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts, count_conversations, distinct_prompts
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, Summary, summarise
@@ -14,9 +14,6 @@ from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
-
-if TYPE_CHECKING:
-    from dflash_cli.probing.server_run import ServerRequest
 
 Origin = Literal["answers", "counters", "timings", "nothing"]
 Rows = list[tuple[Answer, ServedAnswer]]
@@ -77,7 +74,9 @@ def pool_run(
     served: Sequence[ServedAnswer],
     counted: ServerCounters | None,
     facts: ServerFacts,
-    request: "ServerRequest",
+    *,
+    confidence: float,
+    num_resamples: int,
 ) -> tuple[Summary, Origin, list[Notice]]:
     """Acceptance from the best source: the steps of each answer, otherwise counters, otherwise sums in answers."""
     stepped = [answer for answer in answers if answer.output.acceptance_lengths]
@@ -88,8 +87,8 @@ def pool_run(
             max(facts.num_draft_tokens or 0, longest - 1),
             conversations=[answer.row.index for answer in stepped],
             prompts=distinct_prompts(stepped),
-            confidence=request.confidence,
-            num_resamples=request.num_resamples,
+            confidence=confidence,
+            num_resamples=num_resamples,
         )
         lacking = len(answers) - len(stepped)
         note = Notice(f"{plural(lacking, 'answer')} without steps, left out of acceptance", id="answers-without-steps")

@@ -223,7 +223,14 @@ def run_server(
     # Requests that the end of the time cut off are counted, too, and each conversation may have sent several.
     num_extra = math.inf if num_late else server.client.num_retried - num_retried + len(failures)
     counted, notes = count_run(server, before, found, num_extra, watch)
-    total, origin, why = pool_run(journal.answers, [served for _, served in found], counted, facts, request)
+    total, origin, why = pool_run(
+        journal.answers,
+        [served for _, served in found],
+        counted,
+        facts,
+        confidence=request.confidence,
+        num_resamples=request.num_resamples,
+    )
     is_ordered = not num_resumed and all(served.steps is not None and served.steps.is_ordered for _, served in found)
     return ServerRun(
         name=name,
