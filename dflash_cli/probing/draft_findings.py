@@ -6,7 +6,7 @@ often. A draft of another target guesses frequent tokens. docs/how-to/probe.md s
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dflash_cli.probing.inference_server import ServerFacts
 from dflash_cli.probing.served_finding import ServedFinding
@@ -19,15 +19,20 @@ QUARTER, SIGMAS = 0.25, 3.0
 """Frequent tokens alone are right less often than this."""
 SOUND_FIRST, SOUND_SHARE, MIN_STEPS_EACH = 0.5, 0.125, 10
 """A draft fits if it is right about the first token this often on more than this share of the prompts."""
+RARE, BETWEEN, MIN_BAD, MAX_NAMES = 1e-3, 0.3, 2, 8
+"""A draft fails on a prompt if a rate of QUARTER would give its few accepted first tokens with a probability below
+RARE. All other prompts must accept BETWEEN of them or more, and half of these SOUND_FIRST."""
+Rates = dict[str, tuple[int, int]]
 KINDS = {"instruct", "thinking", "base", "coder", "chat", "it", "pt", "vl", "math", "reasoning"}
 """Words that tell models of one size apart."""
 
 
-def find_draft_faults(facts: ServerFacts, run: ServerRun) -> Iterator[ServedFinding]:
+def find_draft_faults(facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
     """Findings about the draft."""
     yield from _lookup(facts)
-    yield from _near_zero(run)
-    yield from _low_everywhere(facts, run)
+    yield from _near_zero(runs[0])
+    yield from _low_everywhere(facts, runs[0])
+    yield from _fails_on_some(runs)
 
 
 def unlike_names(target: str | None, draft: str | None) -> list[str]:
@@ -119,3 +124,52 @@ def _falls_after_first(counts: AcceptanceCounts) -> bool:
     later = sum(counts.per_pos_accepted[1:]) / reached
     error = math.sqrt(first * (1 - first) / counts.num_drafts + later * (1 - later) / reached)
     return first - later > SIGMAS * error
+
+
+def _fails_on_some(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
+    """Two groups of prompts, the same in each run: the first draft token is hardly ever right, or usually is."""
+    known = [run for run in runs if any(item.histogram for item in run.conversations)]
+    bad: set[str] = set.intersection(*map(_bad_prompts, known)) if known else set()
+    if len(bad) < MIN_BAD:
+        return
+    names = [item.name for item in known[0].conversations if item.digest in bad]
+    shown = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
+    rates = _rates(known[0])
+    low, usual = (100 * _rate(rates, chosen) for chosen in (bad, set(rates) - bad))
+    yield ServedFinding(
+        id="draft-fails-on-some-prompts",
+        severity="warning",
+        seen=f"{len(bad)} of {len(rates)} prompts accept the first draft token in {low:.0f}% of the steps, all others "
+        f"in {usual:.0f}%: {shown}",
+        follows="the draft knows the target, and not these texts: tokens that its vocabulary leaves out, a language or "
+        "a kind of text that it was not trained on. Which one is not known from outside",
+        next="look for what the named prompts and their answers share, and compare them with the draft's vocabulary",
+    )
+
+
+def _bad_prompts(run: ServerRun) -> set[str]:
+    """Digests of the prompts with a bad draft; empty if prompts lie between the groups, as with an honest draft."""
+    rates = _rates(run)
+    bad = {digest for digest, (steps, first) in rates.items() if _at_most(first, steps, QUARTER) < RARE}
+    others = sorted(first / steps for digest, (steps, first) in rates.items() if digest not in bad)
+    are_apart = len(others) >= MIN_BAD and others[0] >= BETWEEN and others[len(others) // 2] >= SOUND_FIRST
+    return bad if are_apart else set()
+
+
+def _rates(run: ServerRun) -> Rates:
+    """Steps and accepted first tokens of each prompt, by its digest."""
+    counts = {item.digest: (item.num_steps, item.num_accepted(1)) for item in run.conversations if item.histogram}
+    return {digest: found for digest, found in counts.items() if found[0] >= MIN_STEPS_EACH}
+
+
+def _rate(rates: Rates, chosen: set[str]) -> float:
+    """Share of the steps of these prompts that accept the first draft token."""
+    return sum(rates[digest][1] for digest in chosen) / sum(rates[digest][0] for digest in chosen)
+
+
+def _at_most(count: int, number: int, rate: float) -> float:
+    """The probability of `count` successes or fewer in `number` trials."""
+    each = (
+        math.comb(number, item) * math.pow(rate, item) * math.pow(1 - rate, number - item) for item in range(count + 1)
+    )
+    return math.fsum(each)

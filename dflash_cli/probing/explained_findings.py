@@ -13,11 +13,13 @@ REJECTED = {f"{kind}-rejected" for kind in KINDS}
 LOW = {"acceptance-low-everywhere", "acceptance-falls-within-answers", "second-turn-lowers-acceptance", *REJECTED}
 LATER = {"acceptance-falls-with-load", "acceptance-falls-with-context", "second-turn-lowers-acceptance"}
 """Findings that compare a later condition with the first run."""
+FAILING = {"structured-output-fails", "tool-call-fails", "requests-fail"}
+"""Findings on requests that get no answer. The server may start anew after one."""
 SHAPES = {"acceptance-stops", "acceptance-cliff"}
 """Findings on positions. Positions that are never drafted look like positions that are never accepted."""
 UNSTEADY = {
     "answers-not-greedy", "answers-not-repeatable", "answers-change-with-load", "prefix-cache-changes-answers",
-    "second-turn-changes-answers", "default-settings-change-answers",
+    "second-turn-changes-answers", "default-settings-change-answers", "answers-change-beside-sampled",
 }  # fmt: skip
 """Findings on changed answers. They follow where one request alone gets other answers by chance."""
 UNREPEATABLE = {
@@ -26,20 +28,34 @@ UNREPEATABLE = {
 """Findings which say that the load is not the reason of changed answers."""
 EXPLAINS: Mapping[str, set[str]] = {
     "counters-reset": {"counters-incomplete", "counters-contradict"},
-    "acceptance-falls-with-time": {
-        *LATER, "repeat-lowers-acceptance", "acceptance-near-zero", "acceptance-low-everywhere", *REJECTED,
+    "answers-from-a-store": {
+        "counters-incomplete", "draft-off-under-load", "partly-drafted", "prefix-cache-unused",
+        "second-turn-not-cached", *NOT_DRAFTED,
     },
-    "answers-not-repeatable": {"answers-change-with-load"},
+    **{id: {"counters-reset", "counters-incomplete"} for id in FAILING},
+    "prompts-cut": {
+        "acceptance-falls-with-context", "long-prompts-loop", "prefix-cache-mostly-missed", "prefix-cache-unused",
+        "prefix-cache-changes-answers", "answers-not-repeatable", "second-turn-not-cached",
+        "second-turn-changes-answers", "second-turn-lowers-acceptance",
+    },
+    "prefix-cache-mostly-missed": {"second-turn-not-cached"},
+    "chats-go-on": {"text-stream-broken", "stop-string-missed"},
+    "acceptance-falls-with-time": {
+        *LATER, "draft-fails-on-some-prompts", "repeat-lowers-acceptance", "acceptance-near-zero",
+        "acceptance-low-everywhere", *REJECTED,
+    },
+    "answers-not-repeatable": {"answers-change-with-load", "answers-change-beside-sampled"},
+    "answers-change-with-load": {"answers-change-beside-sampled"},
     "temperature-zero-ignored": UNSTEADY,
     "answers-change-each-time": UNSTEADY,
-    "replicas-answer-differently": UNSTEADY,
+    "replicas-answer-differently": {*UNSTEADY, "logprobs-wrong", "draft-fails-on-some-prompts"},
     "counters-contradict": {*SHAPES, *LOW, "acceptance-near-zero", "counters-incomplete"},
     "answers-repeat-one-token": {*SHAPES, *LOW, *LATER, "acceptance-near-zero", "temperature-ignored",
         "structured-output-broken", "tool-call-broken"},
     "several-replicas": {
         "foreign-traffic", "counters-reset", "counters-incomplete", "counters-contradict", "partly-drafted",
         "draft-off-under-load", "prefix-cache-unused", "second-turn-not-cached", "acceptance-falls-within-answers",
-        "acceptance-falls-with-time", *LATER, *NOT_DRAFTED,
+        "acceptance-falls-with-time", "draft-fails-on-some-prompts", *LATER, *NOT_DRAFTED,
     },
     "draft-not-engaged": NOT_DRAFTED,
     "draft-capped": SHAPES,
@@ -57,6 +73,7 @@ EXPLAINS: Mapping[str, set[str]] = {
     "prefix-cache-lowers-acceptance": {"acceptance-falls-with-time", "second-turn-lowers-acceptance"},
     "prefix-cache-changes-answers": {"second-turn-changes-answers"},
     "answers-not-greedy": {
+        "logprobs-wrong",
         "structured-output-broken", "tool-call-broken", "second-turn-changes-answers",
         "default-settings-change-answers",
     },

@@ -61,6 +61,7 @@ class ServerFacts:
     cache_block: Annotated[int | None, NOT_REQUIRED, "tokens of a block of the prefix cache"] = None
     undrafted_slots: Annotated[int | None, NOT_REQUIRED, "slots that the server says cannot draft"] = None
     lossy: Annotated[str | None, NOT_REQUIRED, "settings that make verification lossy, with their values"] = None
+    adapters: Annotated[tuple[str, ...], NOT_REQUIRED, "adapters of the model that requests can name"] = ()
 
     @property
     def is_lookup(self) -> bool:
@@ -123,6 +124,8 @@ class ServedAnswer:
     num_drafted
     num_draft_tokens  K
     num_cached        prompt tokens that the prefix cache held
+    num_prompt        prompt tokens that the server read
+    id                the name that the server gives this answer alone
     decode_ms         time of decoding without the prompt, by the server
     """
 
@@ -135,6 +138,8 @@ class ServedAnswer:
     num_drafted: Steps | None = None
     num_draft_tokens: Drafts | None = None
     num_cached: Annotated[int, Limits(least=0, below=MAX_LEN)] | None = None
+    num_prompt: Annotated[int, Limits(least=0, below=MAX_LEN)] | None = None
+    id: str | None = None
     decode_ms: Annotated[float, Limits(least=0)] | None = None
 
 
@@ -222,6 +227,12 @@ class InferenceServer(ABC):
     @abstractmethod
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
         """Token id -> log-probability in nats, for the most likely tokens after a text."""
+
+    @abstractmethod
+    def told_logprobs(
+        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
+    ) -> list[tuple[int, float]]:
+        """The tokens of an answer, each with the log-probability in nats that the server tells of it."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

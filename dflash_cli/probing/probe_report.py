@@ -25,7 +25,7 @@ def headline(found: Probed) -> list[str]:
     if not found.is_engaged:
         what = "unknown whether it drafts" if found.is_engaged is None else "it drafts nothing"
         return [f"{engine} serves {facts.model}: {what}"]
-    width = first.total.counts.num_speculative_tokens or facts.num_draft_tokens
+    width = facts.num_draft_tokens or first.total.counts.num_speculative_tokens
     drafts = f"drafts {width} tokens per step" if width else "drafts"
     lines = [
         f"{engine} serves {facts.model} and {drafts}",

@@ -25,11 +25,9 @@ from dflash_cli.probing.server_run import ServerRequest, ServerRun
 from dflash_cli.probing.token_equality import TokenEquality, TokenText, texts_of_answers
 from dflash_cli.probing.tool_calls import ServedToolCall
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 
-PACKAGE = "dflash_cli.probing.questions"
-MAX_REASON_CHARS, CONTROL_LEN = 160, 32
+CONTROL_LEN = 32
 LAST = "first-prompts-again"
 """The name of the question that comes after all others."""
 SLOW, SLOW_SECONDS = 5, 0.5
@@ -103,6 +101,8 @@ class QuestionSession:
     first: ServerRun
     near_tie_nats: float
     is_safe: bool = True
+    is_gone: bool = field(default=False, init=False)
+    """Whether a plain request got no answer."""
     num_requests: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)
 
@@ -128,7 +128,7 @@ class QuestionSession:
         seed: int = 0,
     ) -> CountedAnswer:
         """The answer to a prompt, by default greedy. Raises the errors of `InferenceServer.answer`."""
-        before = self._counters()
+        before = self.counters()
         started = time.perf_counter()
         asked = Asked(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         served = self.server.answer(prompt_ids, asked, variant)
@@ -138,7 +138,7 @@ class QuestionSession:
 
     def call_tool(self, ask: Callable[[], ServedToolCall]) -> CountedCall:
         """A tool call with its figures."""
-        before = self._counters()
+        before = self.counters()
         started = time.perf_counter()
         call = ask()
         seconds = time.perf_counter() - started
@@ -195,8 +195,10 @@ class QuestionSession:
         messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
         return tokenizer.render(messages, where="a question", options={"enable_thinking": False})
 
-    def _counters(self) -> ServerCounters | None:
-        return self.server.counters() if self.first.has_counters and self.is_safe else None
+    def counters(self) -> ServerCounters | None:
+        """The counters; None if they are not exact or not of this probe's requests alone."""
+        found = self.server.counters() if self.first.has_counters and self.is_safe else None
+        return found if found is None or found.is_exact else None
 
     def _rise(self, before: ServerCounters | None, num_tokens: int) -> ServerCounters | None:
         """The rise of the counters, or None unless one answer of `num_tokens` tokens explains it."""
@@ -204,7 +206,7 @@ class QuestionSession:
             return None
         now = await_counters(self.server, before, num_requests=1, num_tokens=num_tokens)
         risen = None if now is None else now.since(before)
-        if risen is None or not has_come(risen, num_requests=1, num_tokens=num_tokens):
+        if risen is None or not risen.is_exact or not has_come(risen, num_requests=1, num_tokens=num_tokens):
             return None
         is_alone = (risen.num_requests or 0) <= 1 and not exceeds_answers(risen, num_tokens, 1)
         return risen if is_alone else None
@@ -214,7 +216,7 @@ class QuestionSession:
         if served.steps is not None:
             steps, accepted = len(served.steps.accepted), sum(served.steps.accepted)
         elif risen is not None and risen.num_drafts is not None:
-            steps, accepted = risen.num_drafts, risen.num_accepted_tokens
+            steps, accepted = risen.num_drafts, risen.num_accepted_drafts
         elif steps is None and self.first.reports_steps:
             steps, accepted = 0, 0
         cached = served.num_cached
@@ -225,33 +227,6 @@ class QuestionSession:
 
 Ask = Callable[[QuestionSession], Outcome]
 QUESTIONS: Registry[Ask] = Registry("question of a probe")
-
-
-def ask_questions(session: QuestionSession) -> list[QuestionReport]:
-    """The reports of all questions, in order of their names, with `LAST` at the end."""
-    QUESTIONS.discover(PACKAGE)
-    return [_ask(name, session) for name in sorted(QUESTIONS, key=lambda name: (name == LAST, name))]
-
-
-def _ask(name: str, session: QuestionSession) -> QuestionReport:
-    session.num_requests = session.num_tokens = 0
-    started, why, found = time.perf_counter(), "", None
-    try:
-        found = QUESTIONS[name](session)
-    except NotJudged as error:
-        why = str(error)
-    except DFlashError as error:
-        why = shorten(error.message.removeprefix(f"{error.path}: "), MAX_REASON_CHARS)
-    return QuestionReport(
-        name=name,
-        is_judged=found is not None,
-        seen=why if found is None else found.seen,
-        num_requests=session.num_requests,
-        num_tokens=session.num_tokens,
-        seconds=round(time.perf_counter() - started, 3),
-        equality=None if found is None else found.equality,
-        findings=() if found is None else tuple(found.findings),
-    )
 
 
 def pooled_length(answers: Sequence[CountedAnswer]) -> tuple[float | None, int]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_cli.comparing.result_comparison import Comparison
-from dflash_cli.probing.answer_findings import find_answer_faults
+from dflash_cli.probing.answer_findings import find_answer_faults, find_stored_answers
 from dflash_cli.probing.attribution import is_lower_under_load
 from dflash_cli.probing.draft_findings import MIN_STEPS, find_draft_faults
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
@@ -19,6 +19,12 @@ PART, MIN_TOKENS, FEWER = 0.15, 64, 0.9
 that stops drafting also counts fewer verify steps per token, below this share."""
 WHOLE = 0.02
 """A mean this close to a whole number is a limit; a server that chooses widths by itself has others."""
+EACH_STEP = 0.85
+"""A surplus of accepted tokens, as a share of the steps, that the target's own token of each step explains."""
+BONUS_COUNTED = """the target's own token of each step is counted as an accepted draft token, so the accepted tokens \
+in all are too high, and so are dashboards that show them. Positions are right and are used where they are known"""
+PART_COUNTED = """one of the counters lacks a part of the server, such as one of its engines; dashboards that show it \
+are wrong. Figures by position are left out where they come from it"""
 
 
 def find_in_runs(
@@ -34,8 +40,9 @@ def find_in_runs(
     yield from off
     yield from _capped(facts, runs[0])
     yield from _shapes(runs[0])
-    yield from find_draft_faults(facts, runs[0])
+    yield from find_draft_faults(facts, runs)
     yield from find_answer_faults(runs[0])
+    yield from find_stored_answers(runs)
     if not off:
         yield from _lower_under_load(loads, equalities)
     yield from _unequal(facts, equalities)
@@ -95,8 +102,8 @@ def _undrafted(server: InferenceServer, run: ServerRun) -> tuple[float, int]:
     counted, found = run.counted, 0
     if run.lists_steps:
         found = _undrafted_of_answers(server, run)
-    elif counted is not None and counted.num_drafts is not None and counted.num_accepted_tokens is not None:
-        found = max(0, total - counted.num_drafts - counted.num_accepted_tokens)
+    elif counted is not None and counted.num_drafts is not None and counted.num_accepted_drafts is not None:
+        found = max(0, total - counted.num_drafts - counted.num_accepted_drafts)
         if not server.drafts_every_step:
             found = min(found, _undrafted_of_answers(server, run)) if run.origin == "answers" else 0
     return found / total, found
@@ -195,8 +202,16 @@ def _counters(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
             id="counters-incomplete",
             severity="warning",
             seen=notes["requests-not-counted"],
-            follows="a restart, late counting, or several servers behind one address; which one is not known",
+            follows="the counters are late, or another server gives the answers; a restart would make counters fall",
             next="repeat the probe with --concurrency 1, which reads the counters after each answer",
+        )
+    if "counters-rounded" in notes:
+        yield ServedFinding(
+            id="counters-rounded",
+            severity="info",
+            seen=notes["counters-rounded"],
+            follows="figures come from the answers alone; a server that has run for long has too few digits",
+            next="restart the server for exact counters, or add up answers in place of its metrics",
         )
     if "server-restarted" in notes:
         yield ServedFinding(
@@ -210,17 +225,31 @@ def _counters(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
 
 def _contradicting(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
     for run in runs:
-        found = None if run.counted is None else run.counted.contradiction
-        if found is not None:
+        counted = run.counted
+        found = None if counted is None else counted.contradiction
+        told = _bonus_in_answers(run)
+        if found is not None or told is not None:
+            counts_bonus = told is not None or (counted is not None and counted.counts_bonus)
             yield ServedFinding(
                 id="counters-contradict",
                 severity="warning",
-                seen=f"{run.name}: the server counted {found}",
-                follows="one of the counters lacks a part of the server, such as one of its engines; dashboards that "
-                "show it are wrong. Figures by position are left out where they come from it",
+                seen=f"{run.name}: the server counted {found}" if found is not None else f"{run.name}: {told}",
+                follows=BONUS_COUNTED if counts_bonus else PART_COUNTED,
                 next="compare the samples of each label at /metrics, and report it to the engine",
             )
             return
+
+
+def _bonus_in_answers(run: ServerRun) -> str | None:
+    """The sums of answers, if accepted tokens and steps are more than the answers' tokens by about one per step."""
+    accepted, steps = (sum(values) for values in zip(*run.sums.values(), strict=True)) if run.sums else (0, 0)
+    drafted = [answer.output for answer in run.answers if answer.output.prompt_token_ids in run.sums]
+    surplus = accepted + steps - sum(len(output.token_ids) - 1 for output in drafted)
+    past_end = len(drafted) * (run.facts.num_draft_tokens or 0)
+    if steps < MIN_STEPS or not past_end or surplus <= past_end or surplus < EACH_STEP * steps:
+        return None
+    tokens = sum(len(output.token_ids) for output in drafted)
+    return f"answers tell {accepted} accepted tokens and at least {steps} steps for {tokens} tokens"
 
 
 def _prefix_cache(facts: ServerFacts) -> Iterator[ServedFinding]:

@@ -67,9 +67,10 @@ def exceeds_answers(risen: ServerCounters, num_tokens: int, num_answers: int) ->
     tokens past its end.
     """
     most = num_tokens + num_answers
-    committed = (risen.num_drafts or 0) + (risen.num_accepted_tokens or sum(risen.per_pos_accepted))
+    committed = (risen.num_drafts or 0) + (risen.num_accepted_drafts or sum(risen.per_pos_accepted))
     past_end = len(risen.per_pos_accepted) * num_answers
-    return (risen.num_tokens or 0) > most or bool(risen.per_pos_accepted and committed > most + past_end)
+    has_more_steps = risen.has_sound_positions and bool(risen.per_pos_accepted) and committed > most + past_end
+    return (risen.num_tokens or 0) > most or has_more_steps
 
 
 def await_counters(

@@ -6,6 +6,7 @@ exporters add it.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,12 +21,20 @@ from dflash_runtime.phrases import shorten
 MAX_DIGITS = 9
 MIN_CONTRADICTION, CONTRADICTION = 8, 0.05
 """Counts that must be equal contradict each other if they differ by this number and by this share."""
+BONUS_SLACK = 0.02
+"""Share of the steps by which a count with the target's own tokens may be off."""
+STREAM_DIGITS = 6
+"""Digits of a number that C++ streams print by default."""
 MAX_COUNT = 2**53
 """Counters are floats, and larger ones would lose steps."""
 
 SCALARS = (
     "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_requests", "num_tokens", "num_cached_tokens",
 )  # fmt: skip
+VALUE = re.compile(r"(?:\}|^[^\s{]+)\s+(\S+)")
+WHOLE = re.compile(r"\d+\.0+|\d{7,}(?:\.\d*)?")
+EXPONENT = re.compile(r"(\d)\.?(\d*)e\+?(\d{1,2})", re.IGNORECASE)
+"""The value of a sample's line, values that C++ streams do not print, and the digits and exponent of a value."""
 Sample = tuple[str, Mapping[str, str], float]
 """A metric's name, its labels and its value."""
 STARTED, INFO = "process_start_time_seconds", "_info"
@@ -36,6 +45,8 @@ class ServerCounters:
     """Values of the counters, summed over engines, models and finish reasons; None if the server lacks a counter.
 
     `per_pos_accepted` has the number of steps that accepted each position. It is empty if the server does not count it.
+    `resolution` is the smallest rise that the printed samples show. llama.cpp prints six digits, so that large counters
+    move in tens or hundreds. Rises of such counters are not used.
     """
 
     num_drafts: int | None
@@ -45,6 +56,12 @@ class ServerCounters:
     num_requests: int | None = None
     num_tokens: int | None = None
     num_cached_tokens: Annotated[int | None, NOT_REQUIRED, "prompt tokens that the prefix cache held"] = None
+    resolution: Annotated[int, NOT_REQUIRED, "smallest rise that the printed counters show"] = 1
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the printed counters show each rise by 1."""
+        return self.resolution == 1
 
     def since(self, before: "ServerCounters") -> "ServerCounters | None":
         """The rise of the counters after `before`; None if a counter fell, because the server restarted."""
@@ -55,15 +72,35 @@ class ServerCounters:
         has_fallen = any(value is not None and value < 0 for value in (*values.values(), *positions))
         if has_fallen or len(self.per_pos_accepted) < len(before.per_pos_accepted):
             return None
-        return ServerCounters(**values, per_pos_accepted=positions)
+        resolution = max(before.resolution, self.resolution)
+        return ServerCounters(**values, per_pos_accepted=positions, resolution=resolution)
+
+    @property
+    def counts_bonus(self) -> bool:
+        """Whether `num_accepted_tokens` has one token more per step than the positions: the target's own token.
+
+        With the steps they are then more than the tokens of the answers.
+        """
+        drafts, accepted = self.num_drafts or 0, self.num_accepted_tokens or 0
+        surplus, committed = accepted - sum(self.per_pos_accepted), drafts + accepted
+        is_one_each = bool(drafts and self.per_pos_accepted) and abs(surplus - drafts) <= BONUS_SLACK * surplus
+        known = self.num_tokens
+        return is_one_each and (known is None or (committed > known and _differ(committed, known)))
+
+    @property
+    def num_accepted_drafts(self) -> int | None:
+        """Accepted draft tokens, without the target's own tokens."""
+        return sum(self.per_pos_accepted) if self.counts_bonus else self.num_accepted_tokens
 
     @property
     def contradiction(self) -> str | None:
-        """A contradiction between two counts, in words; None if all agree."""
+        """A contradiction between two counts, in words; None if all agree, or if the counters are not exact."""
         by_position, accepted = sum(self.per_pos_accepted), self.num_accepted_tokens
-        if accepted is None:
+        if accepted is None or not self.is_exact:
             return None
         if self.per_pos_accepted and _differ(by_position, accepted):
+            if self.counts_bonus:
+                return f"{accepted} accepted tokens in all, {by_position} by position and {self.num_drafts} steps"
             return f"{by_position} accepted tokens by position, {accepted} in all"
         drafted = self.num_draft_tokens
         if drafted is not None and accepted > drafted and _differ(accepted, drafted):
@@ -71,9 +108,14 @@ class ServerCounters:
         return None
 
     @property
+    def has_sound_positions(self) -> bool:
+        """Whether the positions may be used: a count with the target's own tokens leaves them right."""
+        return self.is_exact and (self.contradiction is None or self.counts_bonus)
+
+    @property
     def histogram(self) -> tuple[int, ...] | None:
         """Numbers of steps that accepted 0, 1, ... K draft tokens; None if unknown or if counters contradict."""
-        if self.num_drafts is None or not self.per_pos_accepted or self.contradiction:
+        if self.num_drafts is None or not self.per_pos_accepted or not self.has_sound_positions:
             return None
         reached = (self.num_drafts, *self.per_pos_accepted, 0)
         steps = tuple(now - after for now, after in pairwise(reached))
@@ -102,16 +144,19 @@ def read_metrics(text: str, names: Mapping[str, str], where: str) -> ServerMetri
     Raises:
         UnsupportedError: the text is not in this format.
     """
-    samples = _samples(_relevant(text, names), where)
+    relevant = _relevant(text, names)
+    samples = _samples(relevant, where)
     started = [value for name, _, value in samples if name == STARTED and math.isfinite(value)]
     return ServerMetrics(
-        counters=_counters_of(samples, names, where),
+        counters=_counters_of(samples, names, where, resolution=_resolution(relevant, names)),
         started_s=started[0] if started else None,
         infos={name: labels for name, labels, _ in samples if name.endswith(INFO)},
     )
 
 
-def _counters_of(samples: Sequence[Sample], names: Mapping[str, str], where: str) -> ServerCounters | None:
+def _counters_of(
+    samples: Sequence[Sample], names: Mapping[str, str], where: str, *, resolution: int
+) -> ServerCounters | None:
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
     for name, labels, value in samples:
@@ -130,7 +175,20 @@ def _counters_of(samples: Sequence[Sample], names: Mapping[str, str], where: str
         raise _foreign(where, f"a counter of {wrong}")
     values = {field: int(totals[names[field]]) if names.get(field) in totals else None for field in SCALARS}
     per_pos_accepted = tuple(int(positions.get(position, 0)) for position in range(max(positions, default=-1) + 1))
-    return ServerCounters(**values, per_pos_accepted=per_pos_accepted)
+    return ServerCounters(**values, per_pos_accepted=per_pos_accepted, resolution=resolution)
+
+
+def _resolution(text: str, names: Mapping[str, str]) -> int:
+    """The smallest rise that all counters of a text show, by the digits of its numbers with an exponent.
+
+    Python prints `123.0` and all digits of larger numbers. A printer is taken as exact if one number has more digits
+    than C++ streams print.
+    """
+    lines = [line for line in text.splitlines() if line.startswith(tuple(names.values()))]
+    values = [found[1] for line in lines if (found := VALUE.search(line))]
+    sizes = [(len(found[1] + found[2]), int(found[3])) for value in values if (found := EXPONENT.fullmatch(value))]
+    is_exact = any(map(WHOLE.fullmatch, values)) or any(digits > STREAM_DIGITS for digits, _ in sizes)
+    return 1 if is_exact else 10 ** max((max(0, size + 1 - STREAM_DIGITS) for _, size in sizes), default=0)
 
 
 def _relevant(text: str, names: Mapping[str, str]) -> str:

@@ -17,7 +17,8 @@ from dflash_cli.probing.attribution import Attribution, Evidence, attribute
 from dflash_cli.probing.explained_findings import UNREPEATABLE, drop_explained
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
 from dflash_cli.probing.probe_options import ProbePlan
-from dflash_cli.probing.question import QuestionReport, QuestionSession, ask_questions
+from dflash_cli.probing.question import QuestionReport, QuestionSession
+from dflash_cli.probing.question_round import ask_questions
 from dflash_cli.probing.run_findings import find_in_runs
 from dflash_cli.probing.served_finding import ServedFinding, sort_findings
 from dflash_cli.probing.server_identity import NUM_LOOKS, find_identity, look_at, unlike_answers

@@ -4,15 +4,15 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from dflash_cli.acceptance.conversation_counts import ConversationCounts, count_conversations, distinct_prompts
+from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
-from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, Summary, summarise
+from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.acceptance.journal import Journal
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.generation.answers import Answer, Event
@@ -20,12 +20,12 @@ from dflash_cli.generation.prompt_source import Failure
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import ServerUnreachable, TimeIsUp
-from dflash_cli.probing.inference_server import Asked, InferenceServer, ServedAnswer, ServerFacts
-from dflash_cli.probing.served_answers import CounterWatch, ask_row, await_counters, exceeds_answers
+from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerFacts
+from dflash_cli.probing.run_figures import Origin, Rows, conversations_of, count_run, find_disagreement, pool_run
+from dflash_cli.probing.served_answers import CounterWatch, ask_row
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.documents import HIDDEN, INLINE, computed_key
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
@@ -33,9 +33,6 @@ FOREIGN = {"other-clients-counted", "steps-of-other-clients", "step-counts-diffe
 """Ids of notes that say so."""
 MAX_FAILED_IN_A_ROW = 3
 """After this many unanswered prompts in a row the run ends."""
-
-Origin = Literal["answers", "counters", "timings", "nothing"]
-Rows = list[tuple[Answer, ServedAnswer]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +68,14 @@ class DraftWidths:
         return self.num_draft_tokens / self.num_steps
 
 
+@dataclass(frozen=True, slots=True)
+class ReadLength:
+    """Tokens of a prompt, and how many the server says that it read."""
+
+    sent: int
+    read: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRun:
     """A server's answers with `concurrency` requests at the same time."""
@@ -95,6 +100,9 @@ class ServerRun:
     sums: Annotated[Mapping[tuple[int, ...], tuple[int, int]], HIDDEN] = field(default_factory=dict)
     """Prompt -> accepted draft tokens and steps of its answer, where a server tells the sums alone."""
     widths: Annotated["DraftWidths | None", HIDDEN] = None
+    ids: Annotated[Mapping[tuple[int, ...], str], HIDDEN] = field(default_factory=dict)
+    """Prompt -> the server's id of its answer."""
+    read_lengths: Annotated[tuple["ReadLength", ...], HIDDEN] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", round(self.seconds, 6))
@@ -192,7 +200,7 @@ def run_server(
     settings |= _facts(facts, request.asked, chat=request.chat)
     whole_end, num_retried = server.client.ends_at, server.client.num_retried
     server.client.ends_at = min(whole_end, request.ends_at)
-    watch = CounterWatch(server, before) if concurrency == 1 and before is not None else None
+    watch = CounterWatch(server, before) if concurrency == 1 and before is not None and before.is_exact else None
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
         num_resumed = len(journal.answers)
         asked = _ask_all(server, request, journal.pending, concurrency, watch)
@@ -201,8 +209,15 @@ def run_server(
     server.client.ends_at = whole_end
     # Requests that the end of the time cut off are counted, too, and each conversation may have sent several.
     num_extra = math.inf if num_late else server.client.num_retried - num_retried + len(failures)
-    counted, notes = _count(server, before, found, num_extra, watch)
-    total, origin, why = _pool(journal.answers, [served for _, served in found], counted, facts, request)
+    counted, notes = count_run(server, before, found, num_extra, watch)
+    total, origin, why = pool_run(
+        journal.answers,
+        [served for _, served in found],
+        counted,
+        facts,
+        confidence=request.confidence,
+        num_resamples=request.num_resamples,
+    )
     is_ordered = not num_resumed and all(served.steps is not None and served.steps.is_ordered for _, served in found)
     return ServerRun(
         name=name,
@@ -212,7 +227,7 @@ def run_server(
         concurrency=concurrency,
         origin=origin,
         total=total,
-        conversations=_conversations(journal.answers, is_ordered=is_ordered) if origin == "answers" else (),
+        conversations=conversations_of(journal.answers, is_ordered=is_ordered) if origin == "answers" else (),
         answers=tuple(journal.answers),
         counted=counted,
         has_counters=before is not None,
@@ -221,8 +236,14 @@ def run_server(
         is_ordered=is_ordered,
         sums=_sums(found),
         widths=_widths(found, counted),
+        ids={answer.output.prompt_token_ids: served.id for answer, served in found if served.id is not None},
+        read_lengths=tuple(
+            ReadLength(len(answer.output.prompt_token_ids), served.num_prompt)
+            for answer, served in found
+            if served.num_prompt is not None
+        ),
         failed=tuple(failures),
-        notes=(*notes, *why, *_disagreement(origin, total, counted, num_resumed), *_late(num_late, request)),
+        notes=(*notes, *why, *find_disagreement(origin, total, counted, num_resumed), *_late(num_late, request)),
         seconds=time.perf_counter() - started,
     )
 
@@ -315,109 +336,3 @@ def _gone(error: ServerUnreachable, num_done: int, request: ServerRequest) -> Se
     hint = "repeat the command with --resume to continue" if request.journal is not None else error.hint
     reason = error.message.removeprefix(f"{error.path}: ")
     return ServerUnreachable(f"{reason}{kept}", id=error.id, path=error.path, hint=hint)
-
-
-def _count(
-    server: InferenceServer, before: ServerCounters | None, found: Rows, num_extra: float, watch: CounterWatch | None
-) -> tuple[ServerCounters | None, list[Notice]]:
-    """The rise of the server's counters during these answers, and notes about other traffic or a restart."""
-    if before is None or not found:
-        return None, []
-    num_tokens = sum(len(served.token_ids) for _, served in found)
-    try:
-        now = await_counters(server, before, num_requests=len(found), num_tokens=num_tokens)
-    except TimeIsUp:
-        return None, []
-    risen = None if now is None else now.since(before)
-    if risen is None:
-        text = "the server restarted during the run, because a counter fell; its counters are not used"
-        return None, [Notice(text, id="server-restarted")]
-    if risen.num_requests is not None and risen.num_requests < len(found):
-        few = f"the server counted {plural(risen.num_requests, 'request')} of {len(found)}"
-        text = f"{few}: it restarted during the run, or counts late; its counters are not used"
-        return None, [Notice(text, id="requests-not-counted")]
-    notes = []
-    if risen.num_requests is not None and risen.num_requests > len(found) + num_extra:
-        others = plural(risen.num_requests - len(found), "request")
-        text = f"the server counted {others} more than this run sent: its counters include other clients"
-        notes.append(Notice(text, id="other-clients-counted"))
-    elif not num_extra and exceeds_answers(risen, num_tokens, len(found)):
-        text = f"the server counted {risen.num_tokens or 'more'} tokens and answered {num_tokens}: requests of other "
-        notes.append(Notice(f"{text}clients ran meanwhile, and its counters include them", id="other-clients-counted"))
-    if watch is not None and watch.num_foreign:
-        text = f"{plural(watch.num_foreign, 'answer')} without own steps: other clients sent requests meanwhile"
-        notes.append(Notice(text, id="steps-of-other-clients"))
-    return risen, notes
-
-
-def _pool(
-    answers: Sequence[Answer],
-    served: Sequence[ServedAnswer],
-    counted: ServerCounters | None,
-    facts: ServerFacts,
-    request: ServerRequest,
-) -> tuple[Summary, Origin, list[Notice]]:
-    """Acceptance from the best source: the steps of each answer, otherwise counters, otherwise sums in answers."""
-    stepped = [answer for answer in answers if answer.output.acceptance_lengths]
-    if stepped:
-        longest = max(max(answer.output.acceptance_lengths) for answer in stepped)
-        total = summarise(
-            [answer.output for answer in stepped],
-            max(facts.num_draft_tokens or 0, longest - 1),
-            conversations=[answer.row.index for answer in stepped],
-            prompts=distinct_prompts(stepped),
-            confidence=request.confidence,
-            num_resamples=request.num_resamples,
-        )
-        lacking = len(answers) - len(stepped)
-        note = Notice(f"{plural(lacking, 'answer')} without steps, left out of acceptance", id="answers-without-steps")
-        return total, "answers", [note] if lacking else []
-    num_tokens = sum(len(answer.output.token_ids) for answer in answers)
-    if counted is not None and counted.num_drafts and counted.num_accepted_tokens is not None:
-        per_pos = () if counted.contradiction else counted.per_pos_accepted
-        counts = AcceptanceCounts(len(per_pos), counted.num_drafts, counted.num_accepted_tokens, list(per_pos))
-        why = "the server counts all requests together"
-        return _summary(counts, len(served), num_tokens, why, counted.histogram or ()), "counters", []
-    sums = [item for item in served if item.num_steps and item.num_accepted is not None]
-    if sums:
-        counts = AcceptanceCounts(
-            0, sum(item.num_steps or 0 for item in sums), sum(item.num_accepted or 0 for item in sums)
-        )
-        text = "the number of steps is a lower bound, so the length is an upper bound; positions are unknown"
-        note = Notice(text, id="length-is-upper-bound")
-        return _summary(counts, len(sums), num_tokens, "answers bring sums, not steps"), "timings", [note]
-    none = _summary(AcceptanceCounts(facts.num_draft_tokens or 0), len(answers), num_tokens, "no verify steps")
-    return none, "nothing", []
-
-
-def _summary(
-    counts: AcceptanceCounts, num_requests: int, num_tokens: int, why: str, histogram: Sequence[int] = ()
-) -> Summary:
-    """A summary of totals. Only vLLM's definition can be computed from totals."""
-    return Summary(
-        counts=counts,
-        num_requests=num_requests,
-        num_conversations=num_requests,
-        num_tokens=num_tokens,
-        acceptance_len_interval=None,
-        acceptance_len_no_interval=why,
-        per_pos_intervals=(None,) * counts.num_speculative_tokens,
-        histogram=tuple(histogram),
-        definitions=dict.fromkeys(DEFINITIONS) | {"vllm": counts.acceptance_len},
-    )
-
-
-def _conversations(answers: Sequence[Answer], *, is_ordered: bool) -> tuple[ConversationCounts, ...]:
-    """The conversations. Steps far from the prompt are counted only if the order of steps is known."""
-    found = count_conversations([answer for answer in answers if answer.output.acceptance_lengths])
-    return found if is_ordered else tuple(replace(item, num_far_tokens=0, num_far_steps=0) for item in found)
-
-
-def _disagreement(origin: Origin, total: Summary, counted: ServerCounters | None, num_resumed: int) -> list[Notice]:
-    """A note if answers and counters report different numbers of steps."""
-    if origin != "answers" or counted is None or num_resumed:
-        return []
-    if counted.num_drafts in (None, total.counts.num_drafts):
-        return []
-    text = f"answers report {total.counts.num_drafts} steps, the server's counters {counted.num_drafts}"
-    return [Notice(text, id="step-counts-differ")]

@@ -67,14 +67,24 @@ class AcceptanceCounts:
             raise InvalidConfig("per_pos_verified", self.per_pos_verified, expected)
 
     def add(self, num_accepted: int, num_verified: int | None = None) -> None:
-        """Count one verify step. `num_verified` is the number of its verified drafts, by default all."""
-        num_verified = self.num_speculative_tokens if num_verified is None else num_verified
+        """Count one verify step. `num_verified` is the number of its verified drafts, by default all.
+
+        A step with more drafts than configured adds positions: a server may have a second method with longer drafts.
+        """
+        num_verified = max(num_accepted, self.num_speculative_tokens if num_verified is None else num_verified)
+        self._widen(num_verified)
         self.num_drafts += 1
         self.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
             self.per_pos_accepted[position] += 1
         for position in range(num_verified):
             self.per_pos_verified[position] += 1
+
+    def _widen(self, num_positions: int) -> None:
+        more = [0] * (num_positions - self.num_speculative_tokens)
+        self.per_pos_accepted += more
+        self.per_pos_verified += more
+        self.num_speculative_tokens += len(more)
 
     @property
     @computed_key
@@ -146,8 +156,7 @@ def count_acceptance(outputs: Iterable[RequestOutput], num_speculative_tokens: i
     """The counts over all verify steps of finished requests."""
     counts = AcceptanceCounts(num_speculative_tokens)
     for output in outputs:
-        widths = output.verify_widths or [num_speculative_tokens + 1] * len(output.acceptance_lengths)
-        for length, width in zip(output.acceptance_lengths, widths, strict=True):
+        for length, width in zip(output.acceptance_lengths, _widths(output, num_speculative_tokens), strict=True):
             counts.add(length - 1, width - 1)
     return counts
 
@@ -157,14 +166,19 @@ def request_metrics(output: RequestOutput, num_speculative_tokens: int) -> Metri
     metrics = count_acceptance([output], num_speculative_tokens).metrics if num_speculative_tokens else None
     if metrics is None or not output.acceptance_lengths:
         return metrics
-    widths = output.verify_widths or [num_speculative_tokens + 1] * len(output.acceptance_lengths)
     return Metrics(
         replace(
             metrics.speculative_decoding,
             per_step_accepted=tuple(length - 1 for length in output.acceptance_lengths),
-            per_step_drafted=tuple(width - 1 for width in widths),
+            per_step_drafted=tuple(width - 1 for width in _widths(output, num_speculative_tokens)),
         )
     )
+
+
+def _widths(output: RequestOutput, num_speculative_tokens: int) -> list[int]:
+    """Verified rows of each step: its drafts and the anchor. Without widths, at least its committed tokens."""
+    configured = output.verify_widths or [num_speculative_tokens + 1] * len(output.acceptance_lengths)
+    return list(map(max, configured, output.acceptance_lengths))
 
 
 def count_widths(outputs: Iterable[RequestOutput]) -> dict[int, int]:

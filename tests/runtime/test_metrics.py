@@ -133,3 +133,18 @@ def test_counts_are_read_back_and_must_agree_in_length() -> None:
         from_json(AcceptanceCounts, written | {"per_pos_verified": [4, 4]})
     with refuses(InvalidConfig, "wrong-value", field="num_drafts", found=-1):
         from_json(AcceptanceCounts, written | {"num_drafts": -1})
+
+
+def test_a_step_with_more_drafts_than_configured_adds_positions() -> None:
+    """A server may have a second method of drafting with longer drafts."""
+    counts = count_acceptance([output(2, 6, 1)], 3)
+    assert (counts.num_accepted_tokens, counts.per_pos_accepted) == (6, [2, 1, 1, 1, 1])
+    assert counts.per_pos_verified == [3, 3, 3, 1, 1]
+    metrics = request_metrics(output(2, 6, 1), 3)
+    assert metrics is not None
+    assert metrics.speculative_decoding.per_step_drafted == (3, 5, 3)
+    assert metrics.speculative_decoding.acceptance_histogram == [1, 1, 0, 0, 0, 1]
+
+
+def test_a_narrow_step_says_its_own_width_where_a_longer_one_was_accepted() -> None:
+    assert count_acceptance([replace(output(4, 2), verify_widths=(3, 3))], 2).per_pos_verified == [2, 2, 1]

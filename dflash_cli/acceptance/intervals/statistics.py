@@ -163,6 +163,7 @@ def summarise(
     names = range(len(outputs)) if conversations is None else conversations
     prompts = names if prompts is None else prompts
     counts = count_acceptance(outputs, num_speculative_tokens)
+    num_speculative_tokens = counts.num_speculative_tokens
     lengths = _lengths_by_prompt(outputs, prompts, num_speculative_tokens)
     reason = _why_none(len(lengths), num_resamples)
     intervals: list[Interval | None] = [None] * (2 * num_speculative_tokens + 1)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from operator import eq
 
 from dflash_cli.generation.answers import Answer
+from dflash_cli.probing.answer_findings import find_cut_prompts
 from dflash_cli.probing.long_prompts import ANSWER_LEN, make_long_prompts
 from dflash_cli.probing.question import QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession, pooled_length
 from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.server_run import ReadLength
 from dflash_runtime.phrases import plural
 
 FIRST, MORE = slice(0, 3), slice(3, 11)
@@ -30,6 +32,7 @@ class Pair:
 
     long: CountedAnswer
     short: Answer
+    prompt_len: int
 
     @property
     def loops(self) -> tuple[bool, bool]:
@@ -45,6 +48,10 @@ class Pair:
 def ask(session: QuestionSession) -> Outcome:
     """A finding if answers after long prompts are loops, or if acceptance collapses there."""
     asked = _pairs(session, FIRST)
+    lengths = [ReadLength(item.prompt_len, item.long.served.num_prompt or item.prompt_len) for item in asked]
+    cut = list(find_cut_prompts([*session.first.read_lengths, *lengths]))
+    if cut:
+        return Outcome(seen=cut[0].seen, findings=cut)
     if asked and all(item.loops[0] for item in asked):
         more = _pairs(session, MORE)
         num_loops, num_short = (sum(item.loops[side] for item in [*asked, *more]) for side in (0, 1))
@@ -72,7 +79,7 @@ def ask(session: QuestionSession) -> Outcome:
 def _pairs(session: QuestionSession, places: slice) -> list[Pair]:
     short = {answer.output.prompt_token_ids: answer for answer in session.first.answers}
     prompts = make_long_prompts(session, places)
-    return [Pair(session.ask(item.token_ids, ANSWER_LEN), short[item.last]) for item in prompts]
+    return [Pair(session.ask(item.token_ids, ANSWER_LEN), short[item.last], len(item.token_ids)) for item in prompts]
 
 
 def _judged(pairs: Sequence[Pair]) -> list[Pair]:

@@ -23,6 +23,8 @@ NUM_PROMPTS = 3
 CACHED = Variant(uses_cache=True)
 LOWER, MIN_MORE_STEPS = 0.7, 10
 """A warm answer is slower if its length is below this share of the cold one, over this many steps more."""
+LITTLE = 0.25
+"""Less than this share of each prompt in the cache is a fault. Whole blocks are more of a long prompt."""
 NUM_RETRIES = 3
 """The probe asks an uncached prompt again this often, because one of several servers may have answered."""
 
@@ -50,9 +52,9 @@ def ask(session: QuestionSession) -> Outcome:
     for prompt_ids in (item.token_ids for item in make_long_prompts(session, slice(NUM_PROMPTS))):
         cold, warm = (session.ask(prompt_ids, ANSWER_LEN, CACHED) for _ in range(2))
         found.append(_repeat(session, prompt_ids, cold, warm))
-    if found and _cached(found) == 0:
+    if _is_little(found):
         retries = [session.ask(found[0].prompt_ids, ANSWER_LEN, CACHED) for _ in range(NUM_RETRIES)]
-        num_found = sum(bool(item.num_cached) for item in retries)
+        num_found = sum((item.num_cached or 0) >= LITTLE * len(found[0].prompt_ids) for item in retries)
     findings = [
         *([] if num_found else _cache_use(session, found)),
         *_tokens(session, found),
@@ -104,15 +106,23 @@ def _cached(found: Sequence[Repeat]) -> int | None:
     return None if None in known else sum(item or 0 for item in known)
 
 
+def _is_little(found: Sequence[Repeat]) -> bool:
+    """Whether the cache is known to hold little or nothing of each prompt."""
+    return _cached(found) is not None and all(
+        (item.warm.num_cached or 0) < LITTLE * len(item.prompt_ids) for item in found
+    )
+
+
 def _cache_use(session: QuestionSession, found: Sequence[Repeat]) -> Iterator[ServedFinding]:
     facts, cached = session.facts, _cached(found)
-    if cached == 0 and facts.cache_block and facts.has_prefix_cache is not False:
-        size = len(found[0].prompt_ids)
+    if found and _is_little(found) and facts.cache_block and facts.has_prefix_cache is not False:
+        size, most = len(found[0].prompt_ids), max(item.warm.num_cached or 0 for item in found)
         yield ServedFinding(
-            id="prefix-cache-unused",
+            id="prefix-cache-mostly-missed" if cached else "prefix-cache-unused",
             severity="warning",
-            seen=f"0 cached tokens for {plural(len(found), 'prompt')} of {size} tokens, each asked twice in a row",
-            follows="each request computes its whole prompt; the reason is not visible from outside",
+            seen=f"at most {plural(most, 'cached token')} for each of {plural(len(found), 'prompt')} of {size} tokens, "
+            "each asked twice in a row",
+            follows="each request computes its whole prompt, or most of it; the reason is not visible from outside",
             next="compare with a start without the draft; if the cache then works, report it to the engine",
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.tool_calls import ServedToolCall
+from dflash_cli.probing.turn_marks import find_run_on
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import shorten
 
@@ -25,10 +26,14 @@ BROKEN = "\ufffd"
 @QUESTIONS.register("streamed-text")
 def ask(session: QuestionSession) -> Outcome:
     """Findings if a stream lacks text, has some of it twice, or breaks characters. It must do so each time."""
+    answers: list[ServedToolCall] = []
     try:
-        found = _ask_text(session)
+        found = _ask_text(session, answers)
     except NotJudged as error:
         found = Outcome(seen=str(error))
+    run_on = find_run_on(answers)
+    if run_on:
+        return Outcome(seen=found.seen, findings=run_on)
     if found.findings:
         return found
     characters = _ask_characters(session)
@@ -64,10 +69,12 @@ def _num_wide(text: str) -> int:
     return sum(not letter.isascii() and letter != BROKEN for letter in text)
 
 
-def _ask_text(session: QuestionSession) -> Outcome:
+def _ask_text(session: QuestionSession, answers: list[ServedToolCall]) -> Outcome:
+    """The texts in one piece and streamed, which are added to `answers`."""
     seen, broken = "", []
     for _ in range(NUM_TRIES):
         whole, streamed = (_chat(session, RIVERS, is_streamed=item) for item in (False, True))
+        answers += [whole, streamed]
         texts = [_letters(item) for item in (whole, streamed)]
         if min(map(len, texts)) < MIN_CHARS:
             raise NotJudged(f"an answer has less than {MIN_CHARS} letters")

@@ -83,7 +83,15 @@ class LlamaCppServer(InferenceServer):
         return flags.count(False) if True in flags else None
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
-        body = {
+        return self.post(COMPLETION, self._body(prompt_ids, asked, variant), self._read_answer)
+
+    def told_logprobs(
+        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
+    ) -> list[tuple[int, float]]:
+        return self.post(COMPLETION, {**self._body(prompt_ids, asked, variant), "n_probs": 1}, _read_told)
+
+    def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
+        return {
             "prompt": list(prompt_ids),
             "n_predict": asked.max_new_tokens,
             "seed": asked.seed,
@@ -94,7 +102,6 @@ class LlamaCppServer(InferenceServer):
             **(self.plain_fields if variant.is_plain else {}),
             **({} if variant.json_schema is None else {"json_schema": variant.json_schema}),
         }
-        return self.post(COMPLETION, body, self._read_answer)
 
     def _read_answer(self, document: Any) -> ServedAnswer:
         timings = document["timings"]
@@ -106,6 +113,7 @@ class LlamaCppServer(InferenceServer):
             num_accepted=timings.get("draft_n_accepted"),
             num_drafted=timings.get("draft_n"),
             num_cached=timings.get("cache_n"),
+            num_prompt=document.get("tokens_evaluated"),
             decode_ms=timings.get("predicted_ms"),
         )
 
@@ -129,6 +137,10 @@ class LlamaCppServer(InferenceServer):
 
     def _tokenize(self, text: str, *, add_special: bool) -> list[int]:
         return self.post(TOKENIZE, {"content": text, "add_special": add_special, "parse_special": True}, ids_of)
+
+
+def _read_told(document: Any) -> list[tuple[int, float]]:
+    return [(int(item["id"]), float(item["logprob"])) for item in document["completion_probabilities"]]
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:

@@ -71,6 +71,14 @@ class SglangServer(InferenceServer):
         )
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
+        return self.post(GENERATE, self._body(prompt_ids, asked, variant), _read_answer)
+
+    def told_logprobs(
+        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
+    ) -> list[tuple[int, float]]:
+        return self.post(GENERATE, {**self._body(prompt_ids, asked, variant), "return_logprob": True}, _read_told)
+
+    def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
         sampling: dict[str, Any] = {
             "max_new_tokens": asked.max_new_tokens,
             "ignore_eos": asked.ignore_eos,
@@ -78,7 +86,7 @@ class SglangServer(InferenceServer):
         }
         if variant.json_schema is not None:
             sampling["json_schema"] = json.dumps(variant.json_schema)
-        return self.post(GENERATE, {"input_ids": list(prompt_ids), "sampling_params": sampling}, _read_answer)
+        return {"input_ids": list(prompt_ids), "sampling_params": sampling}
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
         body = {
@@ -119,7 +127,13 @@ def _read_answer(document: Any) -> ServedAnswer:
         num_accepted=_first(meta, ACCEPTED),
         num_drafted=_first(meta, PROPOSED),
         num_cached=meta.get("cached_tokens"),
+        num_prompt=meta.get("prompt_tokens"),
+        id=meta.get("id"),
     )
+
+
+def _read_told(document: Any) -> list[tuple[int, float]]:
+    return [(int(item[1]), float(item[0])) for item in document["meta_info"]["output_token_logprobs"]]
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from dflash_cli.probing.inference_server import (
+    MAX_MODELS,
+    MAX_SHOWN_CHARS,
     MEASURED,
     SERVERS,
     Asked,
@@ -22,6 +24,7 @@ from dflash_cli.probing.inference_server import (
 )
 from dflash_cli.probing.lossy_settings import lossy_settings
 from dflash_runtime.json_values import as_index, as_object
+from dflash_runtime.phrases import shorten
 
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 SETTINGS = "/server_info?config_format=json"
@@ -55,7 +58,8 @@ class VllmServer(InferenceServer):
     def describe(self) -> ServerFacts:
         metrics = self.metrics()
         counters, cache = metrics.counters, metrics.infos.get(CACHE_CONFIG, {})
-        model = _first_of(self.find("/v1/models").get("data"), self.model)
+        models = self.find("/v1/models").get("data")
+        model = _first_of(models, self.model)
         return ServerFacts(
             engine=self.name,
             release=self.find("/version").get("version"),
@@ -63,6 +67,7 @@ class VllmServer(InferenceServer):
             is_drafting=counters is not None,
             num_draft_tokens=len(counters.per_pos_accepted) or None if counters is not None else None,
             target=model.get("root"),
+            adapters=_adapters_of(models, self.model),
             max_len=model.get("max_model_len"),
             kv_dtype=cache.get("cache_dtype"),
             has_prefix_cache={"true": True, "false": False}.get(cache.get("enable_prefix_caching", "").lower()),
@@ -71,6 +76,14 @@ class VllmServer(InferenceServer):
         )
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
+        return self.post(COMPLETIONS, self._body(prompt_ids, asked, variant), _read_answer)
+
+    def told_logprobs(
+        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
+    ) -> list[tuple[int, float]]:
+        return self.post(COMPLETIONS, {**self._body(prompt_ids, asked, variant), "logprobs": 1}, _read_told)
+
+    def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
         body = {
             "model": self.model,
             "prompt": list(prompt_ids),
@@ -82,7 +95,7 @@ class VllmServer(InferenceServer):
         if variant.json_schema is not None:
             schema = {"name": "answer", "schema": variant.json_schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return self.post(COMPLETIONS, body, _read_answer)
+        return body
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
         body = {
@@ -114,15 +127,22 @@ class VllmServer(InferenceServer):
 
 
 def _read_answer(document: Any) -> ServedAnswer:
-    choice = document["choices"][0]
+    choice, usage = document["choices"][0], as_object(document.get("usage"))
     return ServedAnswer(
         token_ids=tuple(ids_of(choice, "token_ids")),
         text=choice["text"],
         finish_reason=choice["finish_reason"],
         steps=_steps(document),
         num_draft_tokens=_acceptance(document).get("num_spec_tokens"),
-        num_cached=as_object(as_object(document.get("usage")).get("prompt_tokens_details")).get("cached_tokens"),
+        num_cached=as_object(usage.get("prompt_tokens_details")).get("cached_tokens"),
+        num_prompt=usage.get("prompt_tokens"),
+        id=document.get("id"),
     )
+
+
+def _read_told(document: Any) -> list[tuple[int, float]]:
+    choice = document["choices"][0]
+    return list(zip(ids_of(choice, "token_ids"), map(float, choice["logprobs"]["token_logprobs"]), strict=True))
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:
@@ -133,6 +153,13 @@ def _read_logprobs(document: Any) -> dict[int, float]:
 def _read_scores(document: Any, count: int) -> list[dict[int, float]]:
     found = document["choices"][0]["prompt_logprobs"][-count:]
     return [{int(token): float(item["logprob"]) for token, item in place.items()} for place in found]
+
+
+def _adapters_of(models: Any, model: str) -> tuple[str, ...]:
+    """The names in a list of models that have `model` as their parent."""
+    items = [as_object(item) for item in models[:MAX_MODELS]] if isinstance(models, list) else []
+    names = [item.get("id") for item in items if item.get("parent") == model]
+    return tuple(shorten(name, MAX_SHOWN_CHARS) for name in names if isinstance(name, str))
 
 
 def _first_of(models: Any, name: str) -> Mapping[str, Any]:

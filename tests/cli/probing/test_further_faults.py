@@ -28,6 +28,20 @@ from dflash_testing.scripted_faults import (
     Wide,
     WithDefaults,
 )
+from dflash_testing.scripted_operations import (
+    Adapted,
+    Bonus,
+    CacheStart,
+    Cut,
+    Failing,
+    Mixed,
+    Named,
+    RunsOn,
+    Spread,
+    Told,
+    is_long,
+    wants_grammar,
+)
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 OTHER_TARGET: dict[str, Any] = {**S, "first_rate": 0.24, "rate": 0.24}
@@ -50,7 +64,7 @@ class Dev(Script):
         return config if path.startswith(INFO) else document
 
 
-SLOW = {"38", "40", "42", "44 vllm"}
+SLOW = {"38", "40", "42", "44 vllm", "47", "48"}
 """Variants that read counters after each answer."""
 FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "21 steps": (partial(Fading, **STEPS), {"acceptance-falls-within-answers"}),
@@ -121,6 +135,24 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "44 vllm": (partial(Tempered, **V, samples="never"), {"temperature-ignored"}),
     "45": (partial(Script, **S, json="goes on"), {"structured-output-broken"}),
     "46": (partial(OddAnswers, **S, misses="c"), {"stop-string-missed"}),
+    "47": (partial(Bonus, **L), {"counters-contradict"}),
+    "47 without metrics": (partial(Bonus, **L, has_metrics=False), {"counters-contradict"}),
+    "48": (partial(Named, **V, has_store=True, reports="summary"), {"answers-from-a-store"}),
+    "48 without metrics": (partial(Named, **STEPS, has_store=True, has_metrics=False), {"answers-from-a-store"}),
+    "49": (
+        partial(Failing, **V, restarts=True, fails=wants_grammar),
+        {"structured-output-fails", "tool-call-fails"},
+    ),
+    "49 long prompts": (partial(Failing, **S, fails=is_long), {"requests-fail"}),
+    "50": (partial(CacheStart, **L), {"prefix-cache-mostly-missed"}),
+    "51": (partial(Cut, **S), {"prompts-cut"}),
+    "52": (partial(Spread, **S), {"draft-fails-on-some-prompts"}),
+    "53": (partial(RunsOn, **L), {"chats-go-on"}),
+    "54": (partial(Adapted, **STEPS, has_metrics=False), {"adapter-lowers-acceptance"}),
+    "55": (partial(Told, **S), {"logprobs-wrong"}),
+    "55 vllm": (partial(Told, **STEPS), {"logprobs-wrong"}),
+    "55 llama.cpp": (partial(Told, **L, has_metrics=False), {"logprobs-wrong"}),
+    "56": (partial(Mixed, **S), {"answers-change-beside-sampled"}),
 }
 
 

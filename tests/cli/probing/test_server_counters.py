@@ -9,6 +9,8 @@ from dflash_cli.probing.server_counters import ServerCounters, read_metrics
 from dflash_runtime.errors import UnsupportedError
 from dflash_testing.fake_engines import FakeEngine, Text
 from dflash_testing.refusals import refuses
+from dflash_testing.scripted_operations import Rounded
+from dflash_testing.scripted_servers import L
 from dflash_testing.server_forms import METRICS
 
 TEXT = Text(tuple(range(20)), (3, 0, 7, 2))
@@ -124,3 +126,41 @@ def test_counters_that_cannot_both_be_right_contradict_each_other(
     found = ServerCounters(num_drafts=60, per_pos_accepted=positions, **counts)
     assert bool(found.contradiction) == contradicts
     assert found.histogram is None or not contradicts
+
+
+@pytest.mark.parametrize(
+    ("printed", "resolution"), [("9.71234e+07", 100), ("1e+06", 10), ("999999", 1), ("5e+08", 1000)]
+)
+def test_the_digits_of_counters_show_their_resolution(printed: str, resolution: int) -> None:
+    text = f"llamacpp:tokens_predicted_total {printed}\nllamacpp:spec_decode_num_drafts_total 12\n"
+    assert counted("llama.cpp", text).resolution == resolution
+
+
+@pytest.mark.parametrize("other", ["12.0", "1.234567e+06", "12345678"])
+def test_round_numbers_of_an_exact_printer_are_exact(other: str) -> None:
+    """Python and Go print 5e+08 for this number, too, and all digits of others."""
+    text = f"llamacpp:tokens_predicted_total 5e+08\nllamacpp:spec_decode_num_drafts_total {other}\n"
+    assert counted("llama.cpp", text).is_exact
+
+
+def test_rises_of_rounded_counters_are_not_exact_and_contradict_nothing() -> None:
+    script = Rounded(**L)
+    before = counted("llama.cpp", script.as_metrics(METRICS["llama.cpp"](script)))
+    script.count(TEXT)
+    risen = counted("llama.cpp", script.as_metrics(METRICS["llama.cpp"](script))).since(before)
+    assert risen is not None
+    assert (risen.is_exact, risen.contradiction, risen.histogram) == (False, None, None)
+
+
+def test_a_count_with_the_targets_own_tokens_leaves_positions_right() -> None:
+    drafts, positions = 100, (90, 80, 30)
+    risen = ServerCounters(num_drafts=drafts, num_accepted_tokens=300, per_pos_accepted=positions, num_tokens=300)
+    assert risen.contradiction is not None
+    assert (risen.counts_bonus, risen.num_accepted_drafts, risen.histogram) == (True, 200, (10, 10, 50, 30))
+
+
+def test_positions_that_lack_a_part_of_the_server_are_not_taken_for_the_targets_own_tokens() -> None:
+    """The surplus is one for each step by chance, but steps and accepted tokens are the tokens of the answers."""
+    risen = ServerCounters(num_drafts=100, num_accepted_tokens=200, per_pos_accepted=(60, 40), num_tokens=300)
+    assert risen.contradiction is not None
+    assert (risen.counts_bonus, risen.num_accepted_drafts, risen.histogram) == (False, 200, None)

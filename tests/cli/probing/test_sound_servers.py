@@ -8,6 +8,17 @@ from typing import Any
 import pytest
 
 from dflash_testing.scripted_faults import Fading, Looping, Ranks, Telling, Thinking, Timed, Wide, WithDefaults
+from dflash_testing.scripted_operations import (
+    Adapted,
+    Failing,
+    Mixed,
+    Named,
+    Rounded,
+    Spread,
+    Surprising,
+    Told,
+    is_long,
+)
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -61,6 +72,15 @@ SOUND: dict[str, Script] = {
     "marks of the template around JSON": Script(**S, json="marks"),
     "two ranks with a cache each": Ranks(**S),
     "two answers of one token": Looping(**S, size=1),
+    "counters of weeks in six digits": Rounded(**L),
+    "one id for all answers": Named(**STEPS, id="cmpl-0"),
+    "an id for each answer": Named(**STEPS),
+    "one failure that does not come again": Failing(**S, fails=is_long, recovers=True),
+    "acceptance of any rate between prompts": Spread(**S, is_even=True),
+    "adapters that the draft follows": Adapted(**STEPS, has_metrics=False, adapter_rate=0.6),
+    "log-probabilities of all tokens after a temperature": Told(**S, are_zero=True),
+    "near-ties beside sampled requests": Mixed(**V, has_near_ties=True, loaded_split=0.1),
+    "a second method with longer drafts": Surprising(**L),
 }
 
 
@@ -89,7 +109,8 @@ def test_a_random_sound_server_has_no_fault(seed: int, monkeypatch: pytest.Monke
         "tools": draw.choice(["sound", "absent", "cut", "refused"]),
     }
     kinds: list[Callable[..., Script]] = [Script, Thinking, Wide, partial(Looping, size=1)]
-    kinds += [Ranks] if style is S else []
+    kinds += [partial(Spread, is_even=True), partial(Told, are_zero=True), Named, partial(Adapted, adapter_rate=0.6)]
+    kinds += [Ranks] if style is S else [Rounded] if style is L else []
     found = probe_script(monkeypatch, draw.choice(kinds)(**style, **changes))
     assert named(found) == set(), (changes, [(item.id, item.seen) for item in found.findings])
 

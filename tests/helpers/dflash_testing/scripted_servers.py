@@ -102,6 +102,18 @@ class Script(FakeEngine):
         """Whether an answer goes on after the string at which it must end."""
         return False
 
+    def as_metrics(self, text: str) -> str:
+        """The metrics as the server prints them."""
+        return text
+
+    def told_logprob(self, place: int, value: float) -> float:
+        """The log-probability that the server tells of a token of a drafted answer; its position is `place`."""
+        return value
+
+    def early_answer(self, path: str, body: Mapping[str, Any]) -> Any | None:
+        """An answer that comes before the engine's own, or None. It may raise the errors of a client."""
+        return None
+
     def as_answer(self, path: str, answer: Any) -> Any:
         """The answer to the request of this thread as the server gives it."""
         return answer
@@ -268,12 +280,13 @@ class ScriptedClient:
             return None
         script.counts["tokens"] += script.grows_alone
         lines = METRICS[script.style](script).splitlines(keepends=True)
-        return "".join(line for line in lines if not any(name in line for name in script.missing))
+        return script.as_metrics("".join(line for line in lines if not any(name in line for name in script.missing)))
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         script = self.script
         script.now.body = body
-        return script.as_answer(path, self._answer(script, path, body))
+        early = script.early_answer(path, body)
+        return script.as_answer(path, self._answer(script, path, body)) if early is None else early
 
     def _answer(self, script: Script, path: str, body: Mapping[str, Any]) -> Any:
         if path == "/tokenize":
@@ -321,9 +334,9 @@ def _complete(script: Script, body: Mapping[str, Any]) -> Any:
     sampling = body.get("sampling_params", {})
     ids = tuple(body.get("prompt") or body.get("input_ids") or ())
     num_tokens = body.get("max_tokens") or body.get("n_predict") or sampling.get("max_new_tokens")
-    if any(body.get(name) for name in ("logprobs", "n_probs", "return_logprob", "prompt_logprobs")):
-        return _logprobs(script, ids, body)
     is_plain = body.get("speculative.n_max") == 0
+    if any(body.get(name) for name in ("logprobs", "n_probs", "return_logprob", "prompt_logprobs")):
+        return _logprobs(script, ids, body) if num_tokens == 1 else _told(script, ids, num_tokens, is_plain=is_plain)
     if any(holder.get(name) for holder in (body, sampling) for name in ("response_format", "json_schema")):
         if script.json == "refused":
             raise RequestError("answered 400: no structured output", id="server-refused", found=400)
@@ -331,6 +344,23 @@ def _complete(script: Script, body: Mapping[str, Any]) -> Any:
     uses_cache = body.get("cache_prompt", True)
     text = script.complete(ids, num_tokens, is_plain=is_plain, uses_cache=uses_cache)
     return ANSWERS[script.style](script, text)
+
+
+def _told(script: Script, ids: Ids, num_tokens: int, *, is_plain: bool) -> Any:
+    """An answer of several tokens with their log-probabilities."""
+    if not script.has_scores:
+        raise RequestError("answered 400: no log-probabilities", id="server-refused", found=400)
+    text = script.complete(ids, num_tokens, is_plain=is_plain, uses_cache=False)
+    own = [item[token] for item, token in zip(script.scores(ids + text.token_ids), text.token_ids, strict=True)]
+    told = own if is_plain else [script.told_logprob(place, value) for place, value in enumerate(own)]
+    answer, pairs = ANSWERS[script.style](script, text), list(zip(text.token_ids, told, strict=True))
+    if script.style == "vllm":
+        answer["choices"][0]["logprobs"] = {"token_logprobs": told}
+    elif script.style == "sglang":
+        answer["meta_info"]["output_token_logprobs"] = [[value, token, None] for token, value in pairs]
+    else:
+        answer["completion_probabilities"] = [{"id": token, "logprob": value} for token, value in pairs]
+    return answer
 
 
 def _logprobs(script: Script, ids: Ids, body: Mapping[str, Any]) -> Any:

@@ -152,3 +152,10 @@ def test_equal_prompts_have_the_interval_of_the_rule_of_three() -> None:
     share = 1 - 0.025 ** (1 / 64)
     assert found is not None
     assert (found.low, found.high) == pytest.approx((4 / (1 + 3 * share), 4 / (1 - share / 2)))
+
+
+def test_steps_with_more_drafts_than_configured_have_positions_and_intervals_of_their_own() -> None:
+    outputs = [replace(output([2, 6, 1 + index % 3]), index=index) for index in range(70)]
+    found = summarise(outputs, 3)
+    assert found.histogram == (24, 93, 23, 0, 0, 70)
+    assert len(found.per_pos_intervals) == len(found.counts.per_pos_accepted) == 5
