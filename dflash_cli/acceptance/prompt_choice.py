@@ -205,7 +205,7 @@ def _refuse_if_all_fail(rows: Sequence[PromptRow], pair: "OpenedPair", *, chat: 
         except RequestError as error:
             first = first or error
     if first is not None:
-        where = next(iter(rows)).where
+        where = rows[0].where
         first.message = first.message if first.message.startswith(where) else f"{where}: {first.message}"
         raise first
 

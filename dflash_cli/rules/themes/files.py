@@ -129,10 +129,10 @@ def no_weights_beside_the_index(subject: Subject) -> Iterator[Problem]:
 
 
 @check(
-    "S40",
+    "S51",
     "warning",
     effect="dflash leaves the adapter out, and transformers loads the model that the adapter names instead",
-    fix="merge the adapter into the weights, and pass the merged model; or delete the adapter's files",
+    fix="merge the adapter into the weights or delete its files, then check again: dflash validate {draft}",
     source="huggingface/transformers PeftAdapterMixin; huggingface/peft save_pretrained layout",
 )
 def no_adapter_beside_the_weights(subject: Subject) -> Iterator[Problem]:
