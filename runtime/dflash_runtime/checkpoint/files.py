@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dflash_runtime.checkpoint.adapters import adapter_files, instead_of_model
-from dflash_runtime.checkpoint.gguf import refuse_gguf
+from dflash_runtime.checkpoint.gguf_files import refuse_gguf
 from dflash_runtime.checkpoint.layout import StoredRows
 from dflash_runtime.checkpoint.strict_json import parse_json, read_json, regular_size
 from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, TensorMismatch, unreadable

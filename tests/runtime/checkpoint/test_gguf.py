@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.gguf import MAX_LISTED, find_gguf, read_gguf, refuse_gguf, shortest
+from dflash_runtime.checkpoint.gguf import MAX_LISTED, shortest
 from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, gguf_name, nested, open_stored
+from dflash_runtime.checkpoint.gguf_files import find_gguf, read_gguf, refuse_gguf
 from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing import gguf_files
