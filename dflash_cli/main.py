@@ -11,7 +11,7 @@ import typer
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.command_line import CommandTable, Entry, make_app
-from dflash_cli.terminal.completion import words_of_bash
+from dflash_cli.terminal.completion import words_for, words_of_bash
 from dflash_cli.terminal.interruption import (
     ReaderGone,
     discard,
@@ -379,10 +379,11 @@ def _usage_error(error: Any) -> UsageError:
 
 
 def _option_of(command: Any, text: str) -> str | None:
-    """The option that a surplus argument is probably a value of: one that has it as a choice, or the target."""
+    """The option that a surplus argument is probably a value of: one that knows the word, or the target."""
     parameters = getattr(command, "parameters", ())
     names = [item.name for item in parameters if item.is_argument]
-    chosen = next((item.flag for item in parameters if not item.is_argument and text in item.choices), None)
+    others = [item for item in parameters if not item.is_argument and item.metavar != "DRAFT"]
+    chosen = next((item.flag for item in others if {*text.split(",")} <= {*words_for(item)}), None)
     if chosen is None and names == ["draft"]:
         chosen = next((item.flag for item in parameters if item.name == "target"), None)
     return None if chosen is None or " " in text else f"{chosen} {text}"

@@ -11,9 +11,10 @@ from dflash_cli.generation.prompt_sets import BUNDLED, PromptSet, default_prompt
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation, PromptRow, Sample, sample_rows
 from dflash_cli.terminal import console
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import RequestError, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
+from dflash_runtime.scheduling.admission import check_prompt
 
 if TYPE_CHECKING:
     from dflash_cli.generation.loaded_pair import OpenedPair
@@ -55,7 +56,7 @@ def choose_prompts(
 
     Raises:
         UsageError: the prompts do not allow these conditions, or --chat is given without a chat template.
-        RequestError: a row cannot be rendered, so it cannot be padded.
+        RequestError: a row cannot be rendered, so it cannot be padded; or the target can take no row.
     """
     prompts = given or default_prompts(pair.references["target"])
     pair.check_chat(prompts.rows, chat=bool(request.chat))
@@ -69,6 +70,7 @@ def choose_prompts(
     if request.given_tools is not None:
         rows = [row if row.tools is not None else replace(row, tools=request.given_tools) for row in rows]
     _check_tools(rows, pair, chat=choice.chat)
+    _refuse_if_all_fail(rows, pair, chat=choice.chat)
     if any(item.is_plain for item in conditions) and all(parse_number(row.reference) is None for row in rows):
         raise UsageError(
             "--exact-match both: every prompt lacks a reference number",
@@ -183,6 +185,29 @@ def _check_tools(rows: Sequence[PromptRow], pair: "OpenedPair", *, chat: bool) -
             f"{row.where}: the target's chat template ignores tools", id="tools-ignored", field="tools",
             hint="name a target that was trained to call tools, or leave out --tools",
         )  # fmt: skip
+
+
+def _refuse_if_all_fail(rows: Sequence[PromptRow], pair: "OpenedPair", *, chat: bool) -> None:
+    """Refuse rows before loading if the target can take none of them. Other text than an empty one is not tokenized.
+
+    Raises:
+        RequestError: the error of the first row.
+    """
+    first: RequestError | None = None
+    for row in rows:
+        if row.kind != "prompt_token_ids" and row.value != "":
+            return
+        try:
+            facts = pair.target.facts
+            prompt = Conversation(row).next_prompt(pair.tokenizer, chat=chat)
+            check_prompt(prompt, vocab_size=facts.vocab_size, max_model_len=facts.max_position_embeddings)
+            return
+        except RequestError as error:
+            first = first or error
+    if first is not None:
+        where = rows[0].where
+        first.message = first.message if first.message.startswith(where) else f"{where}: {first.message}"
+        raise first
 
 
 def _check_lengths(conditions: Sequence[Condition], pair: "OpenedPair") -> None:

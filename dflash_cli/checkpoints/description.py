@@ -15,6 +15,7 @@ from dflash_cli.formats.fields import look_up
 from dflash_cli.formats.relatives import served_in_words
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.ignored_files import ignored_code, ignored_files
 from dflash_runtime.checkpoint.layout import NOT_OWNED
 from dflash_runtime.checkpoint.runs_here import RunsHere, RunsHereEntry, how_it_runs, release_note
 from dflash_runtime.documents import OPTIONAL
@@ -222,7 +223,7 @@ def _describe_draft(checkpoint: Checkpoint, detection: Detection) -> Description
         evidence=detection.evidence,
         carried={**unknown, **draft.parsed.carried, **draft.format.unread(checkpoint.config)},
         metadata={key: value for key, value in checkpoint.metadata.items() if key != "format"},
-        notes=draft.parsed.notes,
+        notes=(*draft.parsed.notes, *ignored_files(checkpoint)),
         unserved=draft.parsed.unserved,
         has_unknown_layout=draft.parsed.has_unknown_layout,
     )
@@ -268,12 +269,13 @@ def _describe_target(checkpoint: Checkpoint) -> Description:
         raise unknown_format(checkpoint.config, checkpoint.config_path) from error
     runs_here = how_it_runs(target)
     note = None if runs_here.is_fast else release_note()
+    notes = (*ignored_files(target.checkpoint), *ignored_code(target.checkpoint))
     return Description(
         path=checkpoint.path,
         config=target.facts,
         checkpoint=target.checkpoint,
         owned=tuple(target.checkpoint.tensors),
-        notes=() if note is None else (note,),
+        notes=notes if note is None else (note, *notes),
         runs_here=runs_here,
     )
 

@@ -26,10 +26,9 @@ from dflash_runtime.checkpoint.gguf import (
     UINT32,
     VERSIONS,
     GgufHeader,
-    find_gguf,
-    read_gguf,
 )
 from dflash_runtime.checkpoint.gguf_checkpoint import JSON_KEYS, gguf_name
+from dflash_runtime.checkpoint.gguf_files import find_gguf, read_gguf
 from dflash_runtime.errors import LossyConversion, UsageError
 
 

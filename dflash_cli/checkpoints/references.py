@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from dflash_cli.checkpoints.hub import download_snapshot, explained
 from dflash_cli.checkpoints.slow_answers import HubUnreachable
 from dflash_cli.terminal import console
-from dflash_runtime.checkpoint.files import Checkpoint, instead_of_config
-from dflash_runtime.checkpoint.gguf import find_gguf
+from dflash_runtime.checkpoint.adapters import instead_of_model
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
+from dflash_runtime.checkpoint.gguf_files import find_gguf
 from dflash_runtime.errors import CheckpointNotFound, UsageError, unreadable
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import closest
@@ -132,7 +133,7 @@ def check_is_checkpoint(path: Path) -> None:
         hint = f"checkpoints beneath it: {below}" if below else "pass a directory with config.json and weights"
         raise CheckpointNotFound(
             "not found, expected a checkpoint's config", id="config-missing", path=path / "config.json",
-            expected="a checkpoint's config", hint=instead_of_config(names) or hint,
+            expected="a checkpoint's config", hint=instead_of_model(names) or hint,
         )  # fmt: skip
 
 

@@ -1,29 +1,34 @@
 """A GGUF file on the hub: which file of a repository is meant, and its header without its weights."""
 
 import re
+from pathlib import PurePosixPath
 
 from dflash_cli.checkpoints.remote_headers import RemoteRepo
-from dflash_runtime.checkpoint.gguf import CHUNK_BYTES, SUFFIX, TYPE_NUMBERS, read_gguf_stream
+from dflash_runtime.checkpoint.gguf import CHUNK_BYTES, SUFFIX, TYPE_NUMBERS, GgufHeader, read_gguf_stream
 from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, draft_in_gguf
+from dflash_runtime.checkpoint.gguf_files import first_names, join_parts, missing_part, part_names
 from dflash_runtime.errors import UsageError
 
-BETWEEN = re.compile(r"[-.\s]+")
-"""Separates the words of a file's name. An underscore is inside a word, as in Q4_K_M."""
+BETWEEN = re.compile(r"[-.\s/]+")
+"""Separates the words of a file's name, and of its folders. An underscore is inside a word, as in Q4_K_M."""
 
 
 def choose_gguf(repo: RemoteRepo, wanted: str | None) -> str | None:
     """Return the GGUF file that is meant, None for a repository of safetensors if `wanted` is None.
 
-    `wanted` is the name of a file, or a word of one name, such as the quantisation.
+    `wanted` is the name of a file, or a word of one name, such as the quantisation. A file in a folder has a path as
+    its name. Of a split draft the first file is meant, by the name of any of its files.
 
     Raises:
         UsageError: no file, or several files.
     """
-    names = sorted(name for name in repo.files if name.endswith(SUFFIX) and "/" not in name)
+    names = first_names(name for name in repo.files if ".." not in PurePosixPath(name).parts)
     if wanted is None:
         found = [] if "config.json" in repo.files else names
     else:
-        found = [name for name in names if name == wanted] or [name for name in names if _has_word(name, wanted)]
+        found = [name for name in names if wanted in part_names(name)] or [
+            name for name in names if _has_word(name, wanted)
+        ]
     if len(found) > 1:
         raise UsageError(
             f"{repo.path} has several GGUF files{'' if wanted is None else f' for {wanted}'}: {', '.join(found)}",
@@ -41,17 +46,25 @@ def choose_gguf(repo: RemoteRepo, wanted: str | None) -> str | None:
 
 
 def open_remote_gguf(repo: RemoteRepo, name: str) -> GgufCheckpoint:
-    """Read the header of a GGUF file on the hub. Its tensors cannot be loaded.
+    """Read the header of a GGUF file on the hub, of a split draft of all its files. Its tensors cannot be loaded.
 
     Raises:
-        CheckpointError: the header is damaged.
+        CheckpointError: the header is damaged, or a file of a split draft is absent.
         UnknownFormat: the file is not a draft.
         CheckpointNotFound: see `RemoteRepo.fetch`.
     """
+    for part in part_names(name):
+        if part not in repo.files:
+            raise missing_part(repo.path / part)
+    folder = PurePosixPath(name).parent
+    header = join_parts(_read_part(repo, name), lambda part: _read_part(repo, str(folder / part)))
+    return draft_in_gguf(repo.path, header)
+
+
+def _read_part(repo: RemoteRepo, name: str) -> GgufHeader:
     first, size = repo.fetch(name, 0, CHUNK_BYTES)
     repo.traffic.whole_bytes += size
-    header = read_gguf_stream(repo.path / name, _RemoteFile(repo, name, first, size), size)
-    return draft_in_gguf(repo.path, header)
+    return read_gguf_stream(repo.path / name, _RemoteFile(repo, name, first, size), size)
 
 
 class _RemoteFile:

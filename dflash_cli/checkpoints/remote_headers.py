@@ -17,12 +17,12 @@ from urllib.parse import quote
 
 from dflash_cli.checkpoints.hub import MISREAD, NotFromAHub, explained
 from dflash_cli.checkpoints.slow_answers import ANSWER_S, too_slow
+from dflash_runtime.checkpoint.adapters import instead_of_model
 from dflash_runtime.checkpoint.files import (
     INDEX_FILE,
     Checkpoint,
     TensorCut,
     TensorInfo,
-    instead_of_config,
     parse_header,
 )
 from dflash_runtime.checkpoint.gguf import SUFFIX
@@ -105,7 +105,7 @@ class RemoteCheckpoint(Checkpoint):
             hint = f"the repository has GGUF files: dflash pull {repo.repo}" if has_gguf else None
             raise CheckpointError(
                 "not found, expected a checkpoint's config", id="config-missing", path=self.config_path,
-                hint=instead_of_config(repo.files) or hint,
+                hint=instead_of_model(repo.files) or hint,
             )  # fmt: skip
         self.config = self._read_json("config.json")
         self._tensors: dict[str, TensorInfo] | None = None

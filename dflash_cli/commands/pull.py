@@ -94,7 +94,7 @@ def command(request: PullRequest) -> None:
     found = _run(plan)
     console.show(found, lambda: _print_draft(found))
     warn_if_hiding(request.folder)
-    words = ["dflash", "validate", found.folder, "--target", found.target or "TARGET"]
+    words = ["dflash", "validate", str(found.draft), "--target", found.target or "TARGET"]
     console.note(Notice(f"to check it: {shlex.join(words)}", id="next-command"))
 
 
@@ -122,4 +122,4 @@ def _print_draft(found: "PullResult") -> None:
     from dflash_cli.checkpoints.description import describe
     from dflash_cli.checkpoints.wording import description_lines
 
-    console.result(*description_lines(describe(Path(found.folder)), with_tensors=False), *found.summary())
+    console.result(*description_lines(describe(found.draft), with_tensors=False), *found.summary())

@@ -24,6 +24,7 @@ from dflash_runtime.checkpoint.files import (
     refuse_escape,
 )
 from dflash_runtime.checkpoint.gguf import SUFFIX
+from dflash_runtime.checkpoint.ignored_files import ignored_files
 from dflash_runtime.errors import MISSING, CheckpointError, UnsupportedError
 from dflash_runtime.notices import Notice
 
@@ -72,7 +73,7 @@ def choose_side_files(
             raise
         text = "the learned mask embedding is left out: the result embeds masks differently"
         mask, warnings = None, [Notice(text, id="mask-embedding-dropped")]
-    return (files if mask is None else (*files, mask)), warnings
+    return (files if mask is None else (*files, mask)), [*warnings, *ignored_files(draft.checkpoint)]
 
 
 def copied_files(draft: DraftCheckpoint | KindDraft) -> Iterator[Path]:

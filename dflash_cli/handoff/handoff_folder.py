@@ -6,8 +6,9 @@ from pathlib import Path
 
 from dflash_runtime.checkpoint.strict_json import regular_size
 from dflash_runtime.errors import CheckpointError, InvalidHandoff, naming_file
-from dflash_runtime.kv_transfer.file_connector import HEADER, TENSORS, list_handoffs, read_header
+from dflash_runtime.kv_transfer.file_connector import read_header
 from dflash_runtime.kv_transfer.handoff import Handoff, TensorSpec
+from dflash_runtime.kv_transfer.handoff_folders import HEADER, TENSORS, list_handoffs
 from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
 
 LENGTH_BYTES = 8

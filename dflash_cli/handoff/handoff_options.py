@@ -9,6 +9,7 @@ from dflash_cli.terminal.options import CarrierName, refuse_beside
 from dflash_cli.terminal.requests import ENGINE, MEASURING, Option, Request, parameters_of
 from dflash_cli.terminal.sampling_options import SamplingOptions
 from dflash_runtime.errors import CheckpointNotFound, UsageError
+from dflash_runtime.kv_transfer.handoff_folders import has_vllm_prefills, header_document, list_handoffs
 
 ADDRESSES = tuple(name for name in get_args(CarrierName) if name != "file")
 NO_DRAFT = "none"
@@ -73,11 +74,7 @@ class HandoffOptions(TransferOptions):
     @property
     def is_of_vllm(self) -> bool:
         """Whether the folder contains prefills of vLLM, which lack token ids."""
-        if not self._is_folder:
-            return False
-        from dflash_runtime.kv_transfer.vllm_prefills import has_vllm_prefills
-
-        return has_vllm_prefills(Path(str(self.handoff_in)))
+        return self._is_folder and has_vllm_prefills(Path(str(self.handoff_in)))
 
     @property
     def _is_folder(self) -> bool:
@@ -120,6 +117,9 @@ class HandoffOptions(TransferOptions):
             refuse_beside(self, OF_ANSWERS, "--handoff-out, which hands requests off before they are answered")
         if self.brings_prompts:
             refuse_beside(self, (*OF_PROMPTS, *OF_SAMPLING), "--handoff-in FOLDER, which contains prompts and options")
+            folder = Path(str(self.handoff_in))
+            for key in list_handoffs(folder):
+                header_document(folder / key)
 
 
 def _names_folder(location: str) -> bool:

@@ -15,6 +15,7 @@ from dflash_cli.publishing.draft_folder import READ, LocalFile, matches
 from dflash_cli.publishing.hub_upload import HubState, StoredFile, read_state
 from dflash_runtime.checkpoint.files import INDEX_SUFFIX
 from dflash_runtime.checkpoint.gguf import SUFFIX
+from dflash_runtime.checkpoint.gguf_files import part_names
 from dflash_runtime.errors import CheckpointError, UsageError
 from dflash_runtime.phrases import plural
 
@@ -31,6 +32,12 @@ class PullResult(ComparedFiles):
     target: Annotated[str | None, "the target that the draft names"]
     files: tuple[ComparedFile, ...]
     is_verified: Annotated[bool, "whether every file is here, with the hash that the hub states"] = False
+
+    @property
+    def draft(self) -> Path:
+        """The folder that commands read: the folder of the weights, which may lie in a folder of the repository."""
+        nested = next((item.name for item in self.files if "/" in item.name), "")
+        return (Path(self.folder) / nested).parent if nested else Path(self.folder)
 
     def summary(self) -> list[str]:
         num_new = sum(item.change != "same" for item in self.files)
@@ -90,9 +97,10 @@ def plan_pull(reference: str, folder: Path, *, gguf: str | None = None, force: b
     checkpoint = RemoteCheckpoint(repo) if file is None else open_remote_gguf(repo, file)
     verifier = open_draft(checkpoint).config.verifier
     state = read_state(repo.repo, repo.commit)
-    weights = (file,) if file is not None else (*(item.name for item in checkpoint.weight_files), f"*{INDEX_SUFFIX}")
-    known = (*(READ if file is None else PAPERS), *weights)
-    names = sorted(name for name in state.files if "/" not in name and matches(name, known))
+    parts = () if file is None else part_names(file)
+    weights = (*(item.name for item in checkpoint.weight_files), f"*{INDEX_SUFFIX}")
+    known = (*READ, *weights) if file is None else PAPERS
+    names = sorted(name for name in state.files if name in parts or ("/" not in name and matches(name, known)))
     files = tuple(
         ComparedFile(
             name=name, change=_compare(state.files[name], folder / name), num_bytes=state.files[name].num_bytes
@@ -101,7 +109,7 @@ def plan_pull(reference: str, folder: Path, *, gguf: str | None = None, force: b
     )  # fmt: skip
     _refuse_changes(files, folder, force=force)
     if file is not None:
-        _refuse_other_weights(file, folder)
+        _refuse_other_weights([folder / name for name in parts])
     result = PullResult(
         repo=repo.repo, commit=repo.commit, folder=str(folder), files=files,
         target=verifier.name_or_path or None if verifier is not None else None,
@@ -123,12 +131,13 @@ def _refuse_changes(files: Sequence[ComparedFile], folder: Path, *, force: bool)
         )  # fmt: skip
 
 
-def _refuse_other_weights(file: str, folder: Path) -> None:
-    """Refuse a folder with other weights, which readers of the folder would take instead of the GGUF file."""
+def _refuse_other_weights(files: Sequence[Path]) -> None:
+    """Refuse a folder with other weights, which readers of the folder would take instead of the GGUF files."""
+    folder = files[0].parent
     others = [item for pattern in ("*.safetensors", f"*{SUFFIX}") for item in sorted(folder.glob(pattern))]
-    found = [item.name for item in others if item.name != file]
+    found = [item.name for item in others if item not in files]
     if found:
         raise UsageError(
-            f"has other weights: {', '.join(found)}", id="other-weights-here", path=folder, found=found, expected=file,
-            hint="name another folder with --output",
+            f"has other weights: {', '.join(found)}", id="other-weights-here", path=folder, found=found,
+            expected=", ".join(item.name for item in files), hint="name another folder with --output",
         )  # fmt: skip

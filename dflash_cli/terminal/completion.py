@@ -70,20 +70,27 @@ def _join_words() -> str:
 
 def completion_of(item: Parameter) -> Callable[[str], list[str]] | None:
     """The function from typed text to offered words; None if the shell offers files."""
-    source = WORDS.get(item.flag) or WORDS.get(item.metavar)
-    if not item.choices and source is None:
+    if not item.choices and _source(item) is None:
         return None
 
     def complete(typed: str) -> list[str]:
         before, comma, last = typed.rpartition(",") if item.is_list and not item.is_argument else ("", "", typed)
         given = before.split(",")
-        words = item.choices or _words(source)
-        return [f"{before}{comma}{word}" for word in words if word not in given and word.startswith(last)]
+        return [f"{before}{comma}{word}" for word in words_for(item) if word not in given and word.startswith(last)]
 
     return complete
 
 
-def _words(source: str | None) -> Sequence[str]:
-    assert source is not None
+def words_for(item: Parameter) -> Sequence[str]:
+    """The known values of a parameter; empty if any text is a value."""
+    source = _source(item)
+    return item.choices or (() if source is None else _words(source))
+
+
+def _source(item: Parameter) -> str | None:
+    return WORDS.get(item.flag) or WORDS.get(item.metavar)
+
+
+def _words(source: str) -> Sequence[str]:
     module, _, name = source.partition(":")
     return list(getattr(import_module(f"dflash_cli.{module}"), name)())

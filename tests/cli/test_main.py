@@ -99,11 +99,14 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
         ["bench", "--min-speedup", "2", "--gate-out", "absent/x"],
         ["tune", "--output", "absent/x"], ["tune", "--output", "there.jsonl"], ["tune", "--output", "tuned"],
         ["tune", "--step-times", "there.jsonl"], ["tune", "--what-if", "draft=int3"],
+        # prompts that no target takes, and a folder without hand-offs
+        *([name, "-p", "empty.jsonl"] for name in PROMPTED), ["generate", ""], ["generate", "--handoff-in", "copy"],
         ["generate", "x", "--handoff-out", "absent/x"], ["generate", "x", "--handoff-out", "there.jsonl"],
         ["eval-acceptance", "--prefix-store", "there.jsonl"], ["report", "there.jsonl"],
         ["report", "none.json", "-o", "absent/x.html"], ["compare", "there.jsonl", "there.jsonl"],
     ),
     3: (
+        ["generate", "--handoff-in", "garbled"],
         ["generate", "x", "--draft", "bad"], ["bench", "bad"], ["convert", "bad", "out", "--to", "vllm"],
         ["diagnose", "bad", "--target", "tiny"], ["bench", "wide", "-t", "tiny"],
         # a draft without a tensor
@@ -146,10 +149,12 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
 def test_refusals_come_before_torch(tmp_path: Path) -> None:
     """One process without torch and Ray. A command that imports torch ends in another error than the expected one.
 
-    No command says that it loads a pair, because nothing is loaded.
+    No command says that it loads a pair, because nothing is loaded. The process builds the options of a command once.
     """
     script = "\n".join([
         "import json, sys, time", "sys.modules |= dict.fromkeys(('torch', 'ray'))", "from dflash_cli.main import main",
+        "from dflash_cli.terminal import command_line", "build, built = command_line.load_command, {}",
+        "command_line.load_command = lambda *given: built.get(given[0]) or built.setdefault(given[0], build(*given))",
         "for arguments in json.loads(sys.argv[1]):", "    sys.argv = ['dflash', *arguments]",
         "    started = time.process_time()", "    try: main()", "    except SystemExit as end:",
         "        print(json.dumps([arguments, end.code, time.process_time() - started]))",
@@ -157,6 +162,9 @@ def test_refusals_come_before_torch(tmp_path: Path) -> None:
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     (tmp_path / "there.jsonl").write_text("x")
     (tmp_path / "bad.jsonl").write_text('{"promp": "x"}')
+    (tmp_path / "empty.jsonl").write_text('{"prompt": ""}\n{"prompt_token_ids": [99999]}')
+    (tmp_path / "garbled" / "a").mkdir(parents=True)
+    (tmp_path / "garbled" / "a" / "handoff.json").write_text("{")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "config.json").write_text('{"block_size": ')
     (tmp_path / "tuned").mkdir()

@@ -51,6 +51,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 MISTAKES: dict[str, tuple[list[str], int, str, str | None]] = {
     "a target after the draft": (["validate", "tiny", "draft"], 2, "unexpected-argument", "--target draft"),
     "a level after the draft": (["validate", "tiny", "headers"], 2, "unexpected-argument", "--level headers"),
+    "a dialect after the folders": (
+        ["convert", "tiny", "out", "speculators"],
+        2,
+        "unexpected-argument",
+        "--to speculators",
+    ),
+    "engines after the draft": (
+        ["validate", "tiny", "sglang,vllm@0.33"],
+        2,
+        "unexpected-argument",
+        "--engine sglang,vllm@0.33",
+    ),
+    "a dataset after the draft": (["bench", "tiny", "gsm8k"], 2, "unexpected-argument", "--dataset gsm8k"),
     "a repository left out": (["push", "draft"], 2, "missing-argument", None),
     "a draft as the target": (["generate", "x", "-d", "tiny", "-t", "draft"], 5, "draft-as-target", "a target"),
     "pickled weights": (["inspect", "bin"], 3, "pickle-weights", None),

@@ -6,6 +6,7 @@ from typing import TypeGuard
 
 from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
+from dflash_runtime.checkpoint.adapters import adapter_files
 from dflash_runtime.checkpoint.files import INDEX_FILE, SINGLE_FILE
 from dflash_runtime.errors import CheckpointError, DFlashError, TensorMismatch
 from dflash_runtime.json_values import as_object, is_int
@@ -121,9 +122,25 @@ def index_tells_the_size(subject: Subject) -> Iterator[Problem]:
 def no_weights_beside_the_index(subject: Subject) -> Iterator[Problem]:
     """Readers of the index use every safetensors file in the directory."""
     used = {info.file.name for info in (subject.tensors or {}).values()}
-    for name in sorted(item for item in subject.files if item.endswith(".safetensors") and not item.startswith(".")):
+    others = subject.files - {*adapter_files(subject.files)}
+    for name in sorted(item for item in others if item.endswith(".safetensors") and not item.startswith(".")):
         if used and name not in used and "mask_embedding" not in name:
             yield Problem(name, "the weights are not read from this file")
+
+
+@check(
+    "S51",
+    "warning",
+    effect="dflash leaves the adapter out, and transformers loads the model that the adapter names instead",
+    fix="merge the adapter into the weights or delete its files, then check again: dflash validate {draft}",
+    source="huggingface/transformers PeftAdapterMixin; huggingface/peft save_pretrained layout",
+)
+def no_adapter_beside_the_weights(subject: Subject) -> Iterator[Problem]:
+    """Neither the draft's directory nor the target's holds an adapter, such as LoRA."""
+    of_target = subject.target_source.checkpoint.file_names if subject.target_source is not None else ()
+    for prefix, files in (("", subject.files), ("target ", of_target)):
+        for name in adapter_files(files)[:1]:
+            yield Problem(f"{prefix}{name}", "an adapter beside the weights, which is not applied")
 
 
 @check(

@@ -73,6 +73,10 @@ class CanonicalCheckpoint(Checkpoint):
     def metadata(self) -> dict[str, str]:
         return self.stored.metadata
 
+    @property
+    def file_names(self) -> frozenset[str]:
+        return self.stored.file_names
+
     def stored_rows(self, name: str) -> StoredRows:
         canonical = self.tensors[name].name  # fills the table first
         return self._stored_rows[canonical]

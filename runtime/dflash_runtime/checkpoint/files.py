@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from dflash_runtime.checkpoint.gguf import refuse_gguf
+from dflash_runtime.checkpoint.adapters import adapter_files, instead_of_model
+from dflash_runtime.checkpoint.gguf_files import refuse_gguf
 from dflash_runtime.checkpoint.layout import StoredRows
 from dflash_runtime.checkpoint.strict_json import parse_json, read_json, regular_size
 from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, TensorMismatch, unreadable
@@ -36,9 +37,6 @@ MAX_TENSORS = 50_000
 """The most tensors in one file, read in seconds. A shard of the largest published checkpoint has a fraction of it."""
 
 MAX_NAME_BYTES = 255
-ADAPTER = "adapter_config.json"
-"""If this file exists, transformers loads the model that it names instead of the checkpoint's."""
-
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 DTYPE_BYTES: Mapping[str, float] = {
@@ -193,13 +191,6 @@ class Checkpoint:
         return read_json(path) if path.exists() else None
 
 
-def instead_of_config(names: Collection[str]) -> str | None:
-    """Return the hint for a checkpoint without config.json, if its files tell what it is."""
-    if ADAPTER in names:
-        return f"{ADAPTER}: this is an adapter, such as LoRA; merge it into its base model, and pass the merged model"
-    return None
-
-
 def read_header(file: Path, metadata: dict[str, str] | None = None) -> dict[str, TensorInfo]:
     """Read the header of one safetensors file, and return its tensors by name. Its metadata is added to `metadata`.
 
@@ -352,10 +343,11 @@ def _find_index(names: Iterable[str]) -> str | None:
     return others[0] if len(others) == 1 and SINGLE_FILE not in names else None
 
 
-def _loose_files(names: Iterable[str], path: Path) -> list[str]:
+def _loose_files(names: Collection[str], path: Path) -> list[str]:
     """Return the weight files of a checkpoint without an index."""
+    others = {MASK_FILE, *adapter_files(names)}
     files = sorted(
-        name for name in names if name.endswith(".safetensors") and not name.startswith(".") and name != MASK_FILE
+        name for name in names if name.endswith(".safetensors") and not name.startswith(".") and name not in others
     )
     if files:
         return [SINGLE_FILE] if SINGLE_FILE in files else files
@@ -370,7 +362,8 @@ def _loose_files(names: Iterable[str], path: Path) -> list[str]:
             hint="save the checkpoint as safetensors with the code that made it",
         )
     text = "no *.safetensors file, expected the weights beside config.json"
-    raise CheckpointError(text, id="no-weights", path=path, expected="*.safetensors beside config.json")
+    expected, hint = "*.safetensors beside config.json", instead_of_model(names)
+    raise CheckpointError(text, id="no-weights", path=path, expected=expected, hint=hint)
 
 
 def _merge(headers: Mapping[str, Mapping[str, TensorInfo]], path: Path) -> dict[str, TensorInfo]:

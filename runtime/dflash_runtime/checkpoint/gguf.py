@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dflash_runtime.checkpoint.strict_json import regular_size
-from dflash_runtime.errors import CheckpointError, UnknownFormat, unreadable
+from dflash_runtime.errors import CheckpointError
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
@@ -99,8 +98,9 @@ class StoredKey:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor: its shape from the outermost dimension on, its element type, and its bytes [begin, end) in the file."""
+    """A tensor: its shape from the outermost dimension on, its element type, and its bytes [begin, end) in `file`."""
 
+    file: Path
     type: ElementType
     shape: tuple[int, ...]
     begin: int
@@ -109,7 +109,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The header of a GGUF file."""
+    """The header of a GGUF file, or of all files of a split one. `file` is then the first of them."""
 
     file: Path
     keys: Mapping[str, StoredKey]
@@ -122,46 +122,8 @@ class GgufHeader:
         return found.value if found is not None and isinstance(found.value, str) else None
 
 
-def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that a path stands for: the file itself, or the first of a folder without safetensors."""
-    if path.is_dir():
-        has_weights = any(path.glob("*.safetensors"))
-        path = next(iter(() if has_weights else sorted(path.glob(f"*{SUFFIX}"))), path)
-    if not path.is_file():
-        return None
-    with path.open("rb") as stream:
-        return path if stream.read(len(MAGIC)) == MAGIC else None
-
-
-def refuse_gguf(path: Path) -> None:
-    """Refuse a GGUF file, or a folder with GGUF weights and without safetensors weights.
-
-    Raises:
-        UnknownFormat: names the architecture.
-        CheckpointError: the header is damaged.
-    """
-    file = find_gguf(path)
-    if file is not None:
-        raise other_architecture(read_gguf(file))
-
-
-def other_architecture(header: GgufHeader) -> UnknownFormat:
-    """Return the refusal of a GGUF file that is not used here, such as a target."""
-    architecture = header.architecture
-    text = DRAFTS.get(architecture or "", f"a {architecture} model for llama.cpp, such as a target")
-    return UnknownFormat(
-        f"GGUF, general.architecture {architecture!r}: {text}; dflash reads only drafts from GGUF files",
-        id="gguf",
-        path=header.file,
-        field="general.architecture",
-        found=architecture,
-        expected="a safetensors checkpoint",
-        hint="pass the safetensors checkpoint it was made from",
-    )
-
-
-def read_gguf(file: Path) -> GgufHeader:
-    """Read and check the header of a GGUF file.
+def read_gguf_stream(file: Path, stream: ByteSource, size: int) -> GgufHeader:
+    """Read and check the header of `file` from a stream of its `size` bytes.
 
     Every count, length, offset and type is checked before memory is used for it. Tensors lie inside the file, start at
     the alignment, and do not overlap.
@@ -169,16 +131,6 @@ def read_gguf(file: Path) -> GgufHeader:
     Raises:
         CheckpointError: the header breaks one of these rules; names the file and the key or tensor.
     """
-    try:
-        size = regular_size(file)
-        with file.open("rb") as stream:
-            return read_gguf_stream(file, stream, size)
-    except OSError as error:
-        raise unreadable(file, error) from error
-
-
-def read_gguf_stream(file: Path, stream: ByteSource, size: int) -> GgufHeader:
-    """Read the header of `file` from a stream of its `size` bytes; see `read_gguf`."""
     cursor = _Cursor(file, stream, size)
     if cursor.take(4) != MAGIC:
         raise CheckpointError("not a GGUF file", id="not-gguf", path=file, expected="the bytes GGUF at the start")
@@ -243,7 +195,7 @@ def _place_tensors(
         begin = base + offset
         if begin + num_bytes > size:
             raise _wrong(file, "file-truncated", name, f"{size} bytes", f"at least {begin + num_bytes} bytes")
-        found[name] = StoredTensor(kind, shape, begin, begin + num_bytes)
+        found[name] = StoredTensor(file, kind, shape, begin, begin + num_bytes)
     position, last = base, ""
     for name, tensor in sorted(found.items(), key=lambda item: item[1].begin):
         if tensor.begin < position:

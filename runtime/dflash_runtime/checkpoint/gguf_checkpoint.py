@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflash_runtime.checkpoint.files import DTYPE_BYTES, Checkpoint, TensorInfo
-from dflash_runtime.checkpoint.gguf import DRAFTS, GgufHeader, find_gguf, other_architecture, read_gguf
+from dflash_runtime.checkpoint.gguf import DRAFTS, GgufHeader
+from dflash_runtime.checkpoint.gguf_files import find_gguf, other_architecture, read_gguf
 from dflash_runtime.checkpoint.layout import SINKS
 from dflash_runtime.checkpoint.strict_json import parse_json
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError
@@ -115,14 +116,18 @@ class GgufCheckpoint(Checkpoint):
         if self._tensors is None:
             stored = self.header.tensors
             self._tensors = {
-                name: TensorInfo(name, at.type.name, at.shape, self.header.file, at.begin, at.end)
+                name: TensorInfo(name, at.type.name, at.shape, at.file, at.begin, at.end)
                 for name, at in ((name, stored[own]) for name, own in self.gguf_names.items())
             }
         return self._tensors
 
     @property
     def file_names(self) -> frozenset[str]:
-        return frozenset({self.header.file.name})
+        return frozenset(file.name for file in self.weight_files)
+
+    @property
+    def weight_files(self) -> list[Path]:
+        return sorted({self.header.file, *(item.file for item in self.header.tensors.values())})
 
     def name_in_file(self, name: str) -> str:
         return self.gguf_names[name]
@@ -139,17 +144,17 @@ class GgufCheckpoint(Checkpoint):
 
         types = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
         types |= {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
-        with self.header.file.open("rb") as stream:
-            for name in names:
-                info = self.tensors[name]
-                if info.dtype not in types:
-                    text = f"{name} is {info.dtype}, which dflash does not compute with"
-                    raise UnsupportedError(text, id="quantised-weights", path=self.header.file, found=info.dtype)
+        for name in names:
+            info = self.tensors[name]
+            if info.dtype not in types:
+                text = f"{name} is {info.dtype}, which dflash does not compute with"
+                raise UnsupportedError(text, id="quantised-weights", path=info.file, found=info.dtype)
+            with info.file.open("rb") as stream:
                 stream.seek(info.begin)
                 data = bytearray(stream.read(info.num_bytes))
-                tensor = torch.frombuffer(data, dtype=types[info.dtype]).reshape(info.shape)
-                cut = None if cuts is None else cuts.get(name)
-                yield name, (tensor if cut is None else cut.of(tensor)).to(device)
+            tensor = torch.frombuffer(data, dtype=types[info.dtype]).reshape(info.shape)
+            cut = None if cuts is None else cuts.get(name)
+            yield name, (tensor if cut is None else cut.of(tensor)).to(device)
 
     def read_optional_json(self, name: str) -> dict[str, Any] | None:
         return None

@@ -15,8 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from dflash_runtime.checkpoint.adapters import ADAPTER
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
-from dflash_runtime.checkpoint.files import ADAPTER
 from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8, stated_quantization
 from dflash_runtime.checkpoint.gemma4_config import GEMMA4, read_gemma4_config
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config

@@ -10,6 +10,7 @@ import torch
 from dflash_kernels.kv_format import KVScales
 from dflash_kernels.suite import Kernels
 from dflash_runtime.checkpoint.draft_tensors import owned_tensors
+from dflash_runtime.checkpoint.ignored_files import ignored_files
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.checkpoint.runs_here import TargetRuntime, kept_packed
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
@@ -179,7 +180,9 @@ def load_pair(
     """
     plan = plan_pair(target, draft, config or EngineConfig(), ranks)
     config, limits, runtime, quantization = plan.config, plan.limits, plan.runtime, plan.quantization
-    device, warnings, draft = plan.placement.device, plan.warnings, draft if plan.draft is not None else None
+    device, draft = plan.placement.device, draft if plan.draft is not None else None
+    warnings = (*plan.warnings, *ignored_files(target.checkpoint))
+    warnings += () if draft is None else tuple(ignored_files(draft.checkpoint))
     kv_scales = read_kv_scales(target.checkpoint) if plan.placement.has_fp8_pages else {}
     placement = Fit(*plan.sizes).check(plan.weights)
     digests = _digests(target, draft, begins=config.prefix_store is not None)

@@ -16,17 +16,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dflash_runtime.checkpoint.strict_json import read_bytes, read_json, regular_size
+from dflash_runtime.checkpoint.strict_json import read_bytes, regular_size
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointError, InvalidHandoff, PeerUnreachable, UsageError, naming_file
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, mark_written
 from dflash_runtime.kv_transfer.connector_futures import settle
 from dflash_runtime.kv_transfer.handoff import Handoff, HandoffHeader
+from dflash_runtime.kv_transfer.handoff_folders import HEADER, TENSORS, header_document, unreadable_handoff
 from dflash_runtime.kv_transfer.payload_bytes import assemble, header_with_checksums
 from dflash_runtime.kv_transfer.receiving import refusal
-from dflash_runtime.kv_transfer.transfer_outputs import reason_of, transfer_output
-
-HEADER, TENSORS = "handoff.json", "kv.safetensors"
+from dflash_runtime.kv_transfer.transfer_outputs import transfer_output
 
 NUM_THREADS = 4
 
@@ -153,21 +152,6 @@ def refusal_file(folder: Path, key: str) -> Path:
     return folder / f".{key}.refused"
 
 
-def list_handoffs(folder: Path) -> list[str]:
-    """The keys of the complete hand-offs in a folder, in order.
-
-    Raises:
-        UsageError: the folder does not exist, or lacks hand-offs.
-    """
-    if not folder.is_dir():
-        raise UsageError("no such directory, expected one with hand-offs", id="no-handoff-folder", path=folder)
-    keys = sorted(item.name for item in folder.iterdir() if not item.name.startswith(".") and (item / HEADER).is_file())
-    if not keys:
-        hint = "dflash generate --handoff-out writes them"
-        raise UsageError("no hand-offs in it", id="no-handoffs", path=folder, hint=hint)
-    return keys
-
-
 def read_header(path: Path) -> HandoffHeader:
     """The header of the hand-off in a folder.
 
@@ -175,15 +159,8 @@ def read_header(path: Path) -> HandoffHeader:
         InvalidHandoff: the header cannot be read or is malformed.
         UnsupportedError: a later release wrote it.
     """
-    file = path / HEADER
-    try:
-        document = read_json(file)
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    except CheckpointError as error:
-        text = error.message.removeprefix(f"{file}: ")
-        raise InvalidHandoff(text, id="malformed-header", path=file, hint=error.hint) from error
-    with naming_file(file):
+    document = header_document(path)
+    with naming_file(path / HEADER):
         return HandoffHeader.read(document)
 
 
@@ -226,11 +203,7 @@ def _read_settled(folder: Path, key: str) -> Handoff | PeerUnreachable:
             time.sleep(LOOK_SECONDS)
         return read_handoff(path)
     except (OSError, CheckpointError) as error:
-        raise error if isinstance(error, InvalidHandoff) else _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> InvalidHandoff:
-    return InvalidHandoff(f"cannot be read: {reason_of(error)}", id="unreadable-handoff", path=path)
+        raise error if isinstance(error, InvalidHandoff) else unreadable_handoff(path, error) from error
 
 
 def _identity(path: Path) -> int | None:

@@ -40,14 +40,12 @@ from dflash_runtime.errors import (
 from dflash_runtime.kv_transfer.connector import LoadingConnector
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
+from dflash_runtime.kv_transfer.handoff_folders import HASHES, prefill_folders
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 TENSOR = "kv_cache"
-
-HASHES = {32: "md5", 64: "sha256"}
-"""Hash by the length of a folder's name. vLLM uses sha256 on machines where FIPS forbids md5."""
 
 LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 
@@ -217,11 +215,6 @@ class VllmPrefills(LoadingConnector):
         return self.prefills[key].read(key, self._fingerprint)
 
 
-def has_vllm_prefills(folder: Path) -> bool:
-    """Whether vLLM's ExampleConnector has written to a folder."""
-    return bool(_prefill_folders(folder))
-
-
 def find_vllm_prefills(
     folder: Path, prompts: Sequence[Sequence[int]], fingerprint: Fingerprint
 ) -> tuple[tuple[str, ...], VllmPrefills]:
@@ -240,7 +233,7 @@ def find_vllm_prefills(
     if fingerprint.fields["KV dtype"] != fingerprint.fields["dtype"]:
         text = "prefills of vLLM are read into pages in the dtype of the run, and this engine's pages are in FP8"
         raise UnsupportedError(text, id="prefills-into-fp8-pages", path=folder, field="--kv-dtype", found="fp8")
-    folders = _prefill_folders(folder)
+    folders = prefill_folders(folder)
     prefills = {}
     keys = tuple(f"prompt-{index + 1}" for index in range(len(prompts)))
     for key, prompt in zip(keys, prompts, strict=True):
@@ -255,17 +248,6 @@ def find_vllm_prefills(
             hint="give the prompts that the server was given, with the same chat template",
         )  # fmt: skip
     return keys, VllmPrefills(prefills, fingerprint)
-
-
-def _prefill_folders(folder: Path) -> dict[str, Path]:
-    """The prefill folders by name: named by a hash, with at least one layer file."""
-    if not folder.is_dir():
-        return {}
-    return {
-        item.name: item
-        for item in folder.iterdir()
-        if len(item.name) in HASHES and set(item.name) <= set("0123456789abcdef") and any(item.glob("*.safetensors"))
-    }
 
 
 def _longest(prompt: Sequence[int], names: Mapping[str, Path]) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from dflash_cli.checkpoints.hub import download_snapshot
 from dflash_cli.publishing import pull_plan
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
-from dflash_testing.gguf_files import make_gguf
+from dflash_testing.gguf_files import make_gguf, make_split
 
 REPO = "acme/draft"
 OTHERS = {"model.bin": b"\x80\x02", "picture.png": b"x", "train.py": b"", "sub/config.json": b"{}"}
@@ -147,6 +147,27 @@ def test_a_gguf_file_is_chosen_and_its_folder_is_a_draft(pull: Pull, quantised: 
 def test_one_gguf_file_needs_no_choice(pull: Pull, quantised: hub.LocalHub) -> None:
     quantised.repos[GGUF] = {Q8: quantised.repos[GGUF][Q8]}
     assert changes(read(pull(GGUF, "--json"))) == {Q8: "new"}
+
+
+@pytest.mark.parametrize("word", ["q8", "Q8/draft-Q8_0-00002-of-00003.gguf"])
+def test_a_split_draft_in_a_folder_is_pulled_whole(
+    pull: Pull, quantised: hub.LocalHub, word: str, tmp_path: Path
+) -> None:
+    parts = {f"Q8/{file.name}": file.read_bytes() for file in make_split(tmp_path / "split")}
+    quantised.repos[GGUF] = {BF16: quantised.repos[GGUF][BF16], **parts, "README.md": b"# x\n"}
+    done = pull(GGUF, "--gguf", word)
+    assert done.code == 0
+    assert files(Path("draft-GGUF/Q8")) == {name.removeprefix("Q8/"): data for name, data in parts.items()}
+    assert f"validate {Path('draft-GGUF/Q8')}" in done.err
+    assert support.invoke("inspect", "draft-GGUF/Q8").code == 0
+
+
+def test_a_split_draft_without_a_part_is_refused_before_a_download(
+    pull: Pull, quantised: hub.LocalHub, tmp_path: Path
+) -> None:
+    quantised.repos[GGUF] = {file.name: file.read_bytes() for file in make_split(tmp_path / "split")[:2]}
+    refused = pull(GGUF)
+    assert (refused.code, refused.error_id, Path("draft-GGUF").exists()) == (3, "gguf-part-missing", False)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 from dflash_runtime.checkpoint.digests import digest_value
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.kv_transfer.connector_locations import open_connector
-from dflash_runtime.kv_transfer.file_connector import HEADER, TENSORS
 from dflash_runtime.kv_transfer.handoff import TensorSpec
+from dflash_runtime.kv_transfer.handoff_folders import HEADER, TENSORS
 from dflash_runtime.kv_transfer.stored_pages import StoredPages
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request_output import RequestOutput

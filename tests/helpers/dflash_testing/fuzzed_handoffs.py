@@ -16,9 +16,10 @@ from dflash_runtime.documents import to_json
 from dflash_runtime.json_values import as_object
 from dflash_runtime.kv_transfer import control_channel
 from dflash_runtime.kv_transfer.carrier import Staged
-from dflash_runtime.kv_transfer.file_connector import HEADER, TENSORS, read_handoff, write_handoff
+from dflash_runtime.kv_transfer.file_connector import read_handoff, write_handoff
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import check_tokens
+from dflash_runtime.kv_transfer.handoff_folders import HEADER, TENSORS
 from dflash_runtime.kv_transfer.messages import (
     Drop,
     Greeting,

@@ -89,6 +89,18 @@ def make_gguf(path: Path, shape: support.Shape = support.SMALL, **changes: Any) 
     return write(path, metadata(shape, **changes), tensors(support.body_arrays(shape)))
 
 
+def make_split(folder: Path, num_files: int = 3) -> list[Path]:
+    """A sound draft in several files. The first has the metadata and no tensor, as `--no-tensor-first-split` writes."""
+    folder.mkdir(exist_ok=True, parents=True)
+    stored, files = [*tensors().items()], []
+    for index in range(num_files):
+        keys = {"split.no": index, "split.count": num_files, "split.tensors.count": len(stored)}
+        part = dict(stored[index - 1 :: num_files - 1]) if index else {}
+        path = folder / f"draft-Q8_0-{index + 1:05}-of-{num_files:05}.gguf"
+        files.append(write(path, metadata() | keys if index == 0 else keys, part))
+    return files
+
+
 def as_gguf(shape: support.Shape = support.SMALL, **changes: Any) -> Callable[[Path], None]:
     """A function that replaces the files in a draft's folder by a GGUF file."""
 

@@ -1,18 +1,20 @@
 """The header of a GGUF file: kinds of values, refusals of damaged and hostile files, and of files without a draft."""
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.gguf import MAX_LISTED, find_gguf, read_gguf, refuse_gguf, shortest
+from dflash_runtime.checkpoint.gguf import MAX_LISTED, shortest
 from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, gguf_name, nested, open_stored
-from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedError
+from dflash_runtime.checkpoint.gguf_files import find_gguf, read_gguf, refuse_gguf
+from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import gguf_files
-from dflash_testing.gguf_files import ARRAY, STRING, UINT32, entry, text
+from dflash_testing.gguf_files import ARRAY, STRING, UINT32, entry, make_gguf, make_split, text
 from dflash_testing.refusals import refuses
 
 ARCHITECTURE = entry("general.architecture", "dflash")
@@ -162,3 +164,49 @@ def test_dotted_keys_become_objects_unless_another_key_is_in_the_way() -> None:
 def test_a_tensor_that_llama_cpp_does_not_know_has_no_name() -> None:
     with refuses(UnsupportedError, "tensor-not-in-gguf", field="markov_head.markov_w1.weight"):
         gguf_name("markov_head.markov_w1.weight")
+
+
+def test_a_split_draft_reads_like_one_file(tmp_path: Path) -> None:
+    whole, parts = open_stored(make_gguf(tmp_path / "whole.gguf")), make_split(tmp_path / "split")
+    for path in (tmp_path / "split", parts[0], parts[2]):
+        found = open_stored(path)
+        assert found.config == whole.config
+        assert found.weight_files == parts
+        assert set(found.tensors) == set(whole.tensors)
+    for name in whole.tensors:
+        assert found.load(name).equal(whole.load(name))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "id", "at"),
+    [
+        (lambda parts: parts[0].unlink(), "gguf-part-missing", 0),
+        (lambda parts: parts[1].unlink(), "gguf-part-missing", 1),
+        (lambda parts: parts[2].write_bytes(parts[1].read_bytes()), "gguf-tensor", 2),
+        (lambda parts: parts[2].write_bytes(parts[2].read_bytes()[:-1]), "file-truncated", 2),
+    ],
+    ids=["first", "second", "twice", "short"],
+)
+def test_a_split_draft_needs_all_its_files(
+    spoil: Callable[[list[Path]], object], id: str, at: int, tmp_path: Path
+) -> None:
+    parts = make_split(tmp_path)
+    spoil(parts)
+    with refuses(CheckpointError, id, path=parts[at]):
+        open_stored(tmp_path)
+
+
+def test_a_part_under_another_name_tells_how_to_merge(tmp_path: Path) -> None:
+    part = make_split(tmp_path / "split")[0].rename(tmp_path / "draft.gguf")
+    with refuses(CheckpointError, "gguf-split", path=part, field="split.count", found=3) as raised:
+        open_stored(part)
+    assert "llama-gguf-split --merge" in str(raised.value.hint)
+
+
+def test_a_folder_with_several_drafts_names_none_of_them(tmp_path: Path) -> None:
+    make_split(tmp_path)
+    make_gguf(tmp_path / "other.gguf")
+    names = ["draft-Q8_0-00001-of-00003.gguf", "other.gguf"]
+    with refuses(UsageError, "several-gguf-files", path=tmp_path, found=names):
+        open_stored(tmp_path)
+    assert open_stored(tmp_path / "other.gguf").tensors

@@ -26,13 +26,11 @@ from dflash_runtime.errors import (
 )
 from dflash_runtime.kv_transfer import file_connector
 from dflash_runtime.kv_transfer.file_connector import (
-    HEADER,
-    TENSORS,
     FileConnector,
-    list_handoffs,
     read_handoff,
     write_handoff,
 )
+from dflash_runtime.kv_transfer.handoff_folders import HEADER, TENSORS, list_handoffs
 from dflash_runtime.kv_transfer.payload_bytes import header_with_checksums
 from dflash_testing.deadline import deadline
 from dflash_testing.refusals import refuses

@@ -15,7 +15,8 @@ from dflash_runtime.documents import to_json
 from dflash_runtime.errors import HandoffMismatch, InvalidHandoff, PeerUnreachable, UnsupportedError, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, HandoffHeader, find_problems
-from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills, has_vllm_prefills
+from dflash_runtime.kv_transfer.handoff_folders import has_vllm_prefills
+from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
 from dflash_testing.deadline import deadline
 from dflash_testing.engine_kv import layer_name, save_as_vllm
 from dflash_testing.irregular_files import IRREGULAR, make_irregular

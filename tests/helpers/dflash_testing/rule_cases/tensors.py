@@ -91,5 +91,10 @@ CASES = [
     ),
     Case(rule="N22", at="model.safetensors:norm.weight", names=("[0]",), tensors=add("norm.weight", 0)),
     Case(rule="S16", at="draft.gguf", severity="info", files={"draft.gguf": ""}),
+    Case(rule="S51", at="adapter_config.json", severity="warning", files={"adapter_config.json": "{}"}),
+    Case(
+        rule="S51", at="target adapter_model.safetensors", severity="warning", target=nothing,
+        target_files={"adapter_model.safetensors": ""},
+    ),
     Case(rule="S20", at="optimizer.pt", severity="info", files={"optimizer.pt": ""}),
 ]  # fmt: skip
