@@ -15,6 +15,7 @@ import step_time
 import trees
 from dflash_runtime import engine_setup
 from dflash_runtime.device import acceptance_model
+from dflash_runtime.scheduling import row_budget as scheduled_budget
 from dflash_runtime.scheduling import width
 from dflash_runtime.scheduling.row_budget import BestBudget
 from dflash_testing.benchmarks import run
@@ -142,6 +143,7 @@ def test_a_row_budget_is_timed_beside_whole_blocks(
     monkeypatch.setattr(row_budget, "WARM_STEPS", 12)
     monkeypatch.setattr(row_budget, "FEATURES", ("perfect", "uninformative"))
     monkeypatch.setattr(acceptance_model, "REFIT_STEPS", 4)
+    monkeypatch.setattr(scheduled_budget, "FIRST_STEPS", 4)
     given = ("--batches", "2", "--context", "16", "--block", "8", "--steps", "20", "--high", "7.5", "--low", "1.02")
     code, rows = run(row_budget, monkeypatch, tmp_path / "rows.jsonl", *given, "--most-one", "0")
     assert code == 0, rows
