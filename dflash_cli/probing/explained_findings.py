@@ -55,7 +55,7 @@ EXPLAINS: Mapping[str, set[str]] = {
     "several-replicas": {
         "foreign-traffic", "counters-reset", "counters-incomplete", "counters-contradict", "partly-drafted",
         "draft-off-under-load", "prefix-cache-unused", "second-turn-not-cached", "acceptance-falls-within-answers",
-        "acceptance-falls-with-time", "draft-fails-on-some-prompts", *LATER, *NOT_DRAFTED,
+        "acceptance-falls-with-time", "draft-fails-on-some-prompts", "draft-capped", *SHAPES, *LATER, *NOT_DRAFTED,
     },
     "draft-not-engaged": NOT_DRAFTED,
     "draft-capped": SHAPES,
@@ -65,7 +65,7 @@ EXPLAINS: Mapping[str, set[str]] = {
     "drafts-by-lookup": {
         "partly-drafted", "draft-off-under-load", "draft-capped", "acceptance-near-zero", "acceptance-stops",
         "acceptance-cliff", "acceptance-falls-with-context", "prefix-cache-lowers-acceptance",
-        "repeat-lowers-acceptance", "acceptance-falls-with-time", *LOW, *NOT_DRAFTED,
+        "repeat-lowers-acceptance", *LOW, *NOT_DRAFTED,
     },
     "acceptance-near-zero": LOW - {"acceptance-falls-within-answers"},
     "acceptance-falls-within-answers": {"acceptance-near-zero", "acceptance-low-everywhere", *REJECTED},

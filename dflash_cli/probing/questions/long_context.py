@@ -21,6 +21,9 @@ SOUND, HALF, EACH, MOST, MIN_STEPS = 2.0, 0.5, 0.7, 0.75, 20
 """Acceptance falls with context if the length is SOUND after short prompts, and HALF of the draft tokens or fewer are
 accepted after long ones. For MOST prompts the share must be below EACH."""
 
+NARROW = 0.7
+"""Fewer drafted tokens per step than this share of the usual number are the reason of a fall."""
+
 MAX_LOOP, MIN_TOKENS, SAME, FEW = 4, 32, 0.9, 0.25
 """An answer of MIN_TOKENS is a loop if SAME of its tokens are those MAX_LOOP or fewer places before them. Long prompts
 are the reason if FEW answers after short ones are loops."""
@@ -66,14 +69,29 @@ def ask(session: QuestionSession) -> Outcome:
     before, after, num_steps = _lengths(pairs)
     size = f"{plural(len(pairs), 'long prompt')} that end with the same ({num_steps} steps)"
     seen = f"{before:.2f} tokens per step after short prompts, {after:.2f} after {size}"
-    finding = ServedFinding(
+    return Outcome(seen=seen, findings=[_fall(session, pairs, seen)] if falls else [])
+
+
+def _fall(session: QuestionSession, pairs: Sequence[Pair], seen: str) -> ServedFinding:
+    """The finding, with fewer drafted tokens per step as the cause if the server reports them."""
+    usual = session.first.total.counts.draft_tokens_per_step
+    drafted = [(item.long.served.num_drafted, item.long.num_steps) for item in pairs]
+    width = sum(count or 0 for count, _ in drafted) / max(1, sum(steps or 0 for _, steps in drafted))
+    if usual is not None and all(count is not None for count, _ in drafted) and width < NARROW * usual:
+        return ServedFinding(
+            id="acceptance-falls-with-context",
+            severity="warning",
+            seen=f"{seen}; {width:.1f} drafted tokens per step after long prompts, {usual:.1f} in the first run",
+            follows="the server drafts fewer tokens after long prompts: the draft's context length or another limit",
+            next="raise the context length of the draft, or look for a limit of draft tokens by context",
+        )
+    return ServedFinding(
         id="acceptance-falls-with-context",
         severity="warning",
         seen=seen,
         follows="the draft does not read long contexts; the cause is not known: rope, window, or training",
         next="dflash eval-acceptance DRAFT --target TARGET --context-lengths 512,2048",
     )
-    return Outcome(seen=seen, findings=[finding] if falls else [])
 
 
 def _pairs(session: QuestionSession, places: slice) -> list[Pair]:

@@ -1,6 +1,7 @@
 """Ask for a tool call, in one piece and as a stream: are its arguments whole, and is it drafted?
 
 A verify step commits several tokens at once. A parser that expects one token at a time then loses text of a stream.
+Calls that are broken at times look like either fault in one pair of calls, so a broken call is followed by more.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import shorten
 
 ANSWER_LEN, MIN_TOKENS = 192, 16
+MORE = (True, False, False, True)
+"""Whether each further call is streamed. Each form comes first in turn, for faults of every second call."""
 NAME, REQUIRED = "get_weather", ("city", "days")
 TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -51,14 +54,19 @@ def ask(session: QuestionSession) -> Outcome:
     state, streamed_state = _state(whole), _state(streamed)
     if state == "cut":
         raise NotJudged(f"no tool call within {ANSWER_LEN} tokens")
+    states, streamed_states = [state], [streamed_state]
+    if "broken" in (state, streamed_state) or (state, streamed_state) == ("whole", "absent"):
+        for is_streamed in MORE:
+            (streamed_states if is_streamed else states).append(_state(call(is_streamed=is_streamed).call))
     plain = None
-    if state == "broken" and session.server.can_switch_off:
+    if set(states) == {"broken"} and session.server.can_switch_off:
         plain = _state(call(variant=Variant(is_plain=True)).call)
     words = {"whole": "sound", "broken": "broken", "cut": "not finished", "absent": "absent"}
     seen = f"call {words[state]}, streamed {words[streamed_state]}"
     findings = [
-        *_broken(state, whole, plain),
-        *_stream(state, streamed_state, whole, streamed),
+        *_at_times(states, streamed_states, whole if state == "broken" else streamed),
+        *_broken(states, whole, plain),
+        *_stream(states, streamed_states, whole, streamed),
         *_drafted(session, whole, first.num_steps),
         *session.find_slow(
             "tool-call-slow", "a tool call", min(first.seconds, second.seconds), whole.num_tokens or ANSWER_LEN
@@ -89,8 +97,24 @@ def _shown(call: ServedToolCall) -> str:
     return shorten(repr(call.arguments if call.arguments is not None else call.text), 80)
 
 
-def _broken(state: str, call: ServedToolCall, plain: str | None) -> Iterator[ServedFinding]:
-    if state != "broken":
+def _at_times(states: list[str], streamed_states: list[str], broken: ServedToolCall) -> Iterator[ServedFinding]:
+    """A finding if calls of one form are both sound and broken."""
+    for own in (states, streamed_states):
+        if "whole" in own and "broken" in own:
+            every = [*states, *streamed_states]
+            seen = f"{every.count('broken')} of {len(every)} required tool calls are broken, such as {_shown(broken)}"
+            yield ServedFinding(
+                id="tool-call-broken",
+                severity="warning",
+                seen=seen,
+                follows="calls are broken at times; whether the draft is the reason is not known",
+                next="repeat the call with and without the draft; check the server's parser of tool calls",
+            )
+            return
+
+
+def _broken(states: list[str], call: ServedToolCall, plain: str | None) -> Iterator[ServedFinding]:
+    if set(states) != {"broken"}:
         return
     follows = {
         None: "whether the draft is the reason is not known",
@@ -106,9 +130,9 @@ def _broken(state: str, call: ServedToolCall, plain: str | None) -> Iterator[Ser
 
 
 def _stream(
-    state: str, streamed_state: str, whole: ServedToolCall, streamed: ServedToolCall
+    states: list[str], streamed_states: list[str], whole: ServedToolCall, streamed: ServedToolCall
 ) -> Iterator[ServedFinding]:
-    if state == "whole" and streamed_state in ("broken", "absent"):
+    if set(states) == {"whole"} and set(streamed_states) <= {"broken", "absent"}:
         yield ServedFinding(
             id="tool-call-stream-broken",
             severity="error",

@@ -24,6 +24,8 @@ asked again."""
 SOUND, LOWER, LAST = 1.5, 0.4, 1.12
 """Acceptance falls if answers start with SOUND tokens per step, accept less than LOWER of the draft tokens in the rest,
 and end with LAST tokens per step or fewer."""
+MIN_LAST_STEPS = 60
+"""Fewest steps in the last quarters that are judged."""
 ONE_STEP = 1.15
 """Tokens per step. Only the first step is good if its tokens reach this rate, and later tokens reach at most LAST. If
 the order of steps is known, the first steps must commit SOUND tokens."""
@@ -51,7 +53,7 @@ def ask(session: QuestionSession) -> Outcome:
     if late <= LAST and early < SOUND:
         return _ask_one_step(session, long[ALL], seen)
     if early < SOUND or late - 1 >= LOWER * (early - 1):
-        return Outcome(seen=seen)
+        return _see_last_quarters(session, long, seen)
     thirds = [_split(session, answer, 2 * len(answer.output.token_ids) // 3) for answer in long[ALL]]
     ends = [item for item in thirds if item is not None]
     if len(ends) < MIN_ANSWERS:
@@ -62,6 +64,25 @@ def ask(session: QuestionSession) -> Outcome:
         "the draft does not follow the answer: it may lack the keys and values or the positions of accepted tokens. "
     )
     return Outcome(seen=seen, findings=[_fall(seen, f"{follows}Which one is not known")] if last <= LAST else [])
+
+
+def _see_last_quarters(session: QuestionSession, answers: Sequence[Answer], seen: str) -> Outcome:
+    """Whether almost nothing is accepted in the last quarters of the first run, if the order of its steps is known."""
+    if not session.first.is_ordered:
+        return Outcome(seen=seen)
+    before: list[int] = []
+    last: list[int] = []
+    for answer in answers:
+        place, end = 0, 3 * len(answer.output.token_ids) // 4
+        for length in answer.output.acceptance_lengths:
+            (before if place < end else last).append(length)
+            place += length
+    if len(last) < MIN_LAST_STEPS or sum(last) > LAST * len(last) or sum(before) < SOUND * len(before):
+        return Outcome(seen=seen)
+    seen = f"{sum(before) / len(before):.2f} tokens per step in the first three quarters of answers, "
+    seen += f"{sum(last) / len(last):.2f} in the last ones ({plural(len(last), 'step')})"
+    follows = "the draft does not follow long answers: a limit of its context, or lost keys and values. "
+    return Outcome(seen=seen, findings=[_fall(seen, f"{follows}Which one is not known")])
 
 
 def _ask_one_step(session: QuestionSession, answers: Sequence[Answer], seen: str) -> Outcome:

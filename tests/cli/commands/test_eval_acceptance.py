@@ -203,7 +203,7 @@ def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> Non
 
 
 def test_a_run_in_which_every_prompt_fails_is_a_failure(tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt_token_ids": [99_999]}] * 7)
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "x = 1\n" * 2000}] * 7)  # longer than the target allows
     done = support.run_main("eval-acceptance", "--prompts", prompts, "--allow-failed")
     assert done.code == 2
     assert re.search(r"^    and 2 more.* --json", done.err, re.MULTILINE)

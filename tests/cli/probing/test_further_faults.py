@@ -32,10 +32,13 @@ from dflash_testing.scripted_operations import (
     Adapted,
     Bonus,
     CacheStart,
+    CallsAtTimes,
     Cut,
     Failing,
+    FailsLate,
     Mixed,
     Named,
+    NarrowWhenLong,
     RunsOn,
     Spread,
     Told,
@@ -153,6 +156,11 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "55 vllm": (partial(Told, **STEPS), {"logprobs-wrong"}),
     "55 llama.cpp": (partial(Told, **L, has_metrics=False), {"logprobs-wrong"}),
     "56": (partial(Mixed, **S), {"answers-change-beside-sampled"}),
+    "57": (partial(CallsAtTimes, **S), {"tool-call-broken"}),
+    "57 llama.cpp": (partial(CallsAtTimes, **L, num_calls=1), {"tool-call-broken"}),
+    "58": (partial(NarrowWhenLong, **L), {"acceptance-falls-with-context"}),
+    "59": (partial(FailsLate, **STEPS), {"acceptance-falls-within-answers"}),
+    "60": (partial(Script, **L, replicas=2, unlike={"k": 3}), {"several-replicas", "unlike-replicas"}),
 }
 
 
@@ -179,14 +187,24 @@ def test_names_contradict_each_other_by_size_or_kind(target: str | None, draft: 
 
 
 def test_evidence_names_the_penalty_the_slots_and_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, words in {"23": "already has", "27": "3 of its 4 slots", "25 names": "thinking and instruct"}.items():
+    evidence = {
+        "23": "already has", "27": "3 of its 4 slots", "25 names": "thinking and instruct",
+        "58": "1.0 drafted tokens per step", "57": "of 6 required tool calls",
+    }  # fmt: skip
+    for name, words in evidence.items():
         (item,) = probe_script(monkeypatch, FAULTS[name][0]()).findings
         assert words in item.seen
 
 
-def test_positions_that_are_not_drafted_are_not_said_to_be_rejected() -> None:
-    found = [
-        ServedFinding(id=id, severity="warning", seen="", follows="", next="")
-        for id in ("acceptance-cliff", "draft-capped")
-    ]
-    assert [item.id for item in drop_explained(found)] == ["draft-capped"]
+@pytest.mark.parametrize(
+    ("ids", "kept"),
+    [
+        (("acceptance-cliff", "draft-capped"), ["draft-capped"]),
+        (("several-replicas", "draft-capped"), ["several-replicas"]),
+        (("drafts-by-lookup", "acceptance-falls-with-time"), ["drafts-by-lookup", "acceptance-falls-with-time"]),
+    ],
+    ids=["cap", "replicas", "lookup"],
+)
+def test_a_finding_that_follows_from_another_is_dropped(ids: tuple[str, ...], kept: list[str]) -> None:
+    found = [ServedFinding(id=id, severity="warning", seen="", follows="", next="") for id in ids]
+    assert [item.id for item in drop_explained(found)] == kept

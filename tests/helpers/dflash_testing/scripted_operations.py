@@ -8,7 +8,7 @@ from typing import Any
 
 from dflash_cli.probing.http_client import ServerUnreachable
 from dflash_testing.fake_engines import Ids, Text
-from dflash_testing.scripted_servers import SPLIT, Script
+from dflash_testing.scripted_servers import ARGUMENTS, SPLIT, Script
 
 RUN_ON = "<|im_end|>\n<|im_start|>user\nAnd lakes?"
 
@@ -202,3 +202,42 @@ class Mixed(Script):
         other = [token if self.has_near_ties else token % 8 for token in text.token_ids]
         other[SPLIT] += self.has_near_ties
         return replace(text, token_ids=tuple(other))
+
+
+@dataclass
+class CallsAtTimes(Script):
+    """Each second tool call is broken, in one piece or streamed."""
+
+    num_calls: int = 0
+
+    def tool_call(self) -> tuple[dict[str, Any], str, int]:
+        message, reason, count = super().tool_call()
+        self.num_calls += 1
+        if message.get("tool_calls") and self.num_calls % 2 == 0:
+            message["tool_calls"][0]["function"]["arguments"] = ARGUMENTS[:-6]
+        return message, reason, count
+
+
+@dataclass
+class NarrowWhenLong(Script):
+    """After prompts of 900 tokens or more each step drafts one token."""
+
+    def steps(self, ids: Ids, num_tokens: int, rate: float) -> Ids:
+        self.drafted = 1 if len(ids) >= 900 else None
+        return super().steps(ids, num_tokens, rate)
+
+
+@dataclass
+class FailsLate(Script):
+    """From token `at` of an answer on, no draft token is accepted."""
+
+    at: int = 48
+
+    def steps(self, ids: Ids, num_tokens: int, rate: float) -> Ids:
+        found, given = [], 1
+        for count in super().steps(ids, num_tokens, rate):
+            if given >= self.at:
+                break
+            found.append(count)
+            given += count + 1
+        return (*found, *[0] * (num_tokens - given))
