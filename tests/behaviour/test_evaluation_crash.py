@@ -59,7 +59,7 @@ def kill_often(num_kills: int, seed: int, home: Path) -> None:
     rows.unlink()
     generator = random.Random(seed)
     hits = ends = 0
-    while hits < num_kills or rows.exists():
+    while hits < num_kills or rows.exists() or not ends:
         before = whole_lines(rows)
         pid = run_in_fork(arguments, found)
         if hits < num_kills:
