@@ -47,37 +47,36 @@ def _comes_back(texts: Sequence[Tokens]) -> bool:
     return changes >= len(counts) > 1 and sum(number > 1 for number in counts.values()) > 1
 
 
+def _found(id: str, num_prompts: int, answers: str, follows: str, next: str) -> ServedFinding:
+    """An error about greedy answers that change, with the `answers` that were seen."""
+    seen = f"{plural(num_prompts, 'prompt')} asked {NUM_ASKED} times at temperature 0, alone: {answers}"
+    return ServedFinding(id=id, severity="error", seen=seen, follows=follows, next=next)
+
+
 def _several_targets(num_prompts: int, num_texts: int) -> ServedFinding:
-    return ServedFinding(
-        id="replicas-answer-differently",
-        severity="error",
-        seen=f"{plural(num_prompts, 'prompt')} asked {NUM_ASKED} times at temperature 0, alone: up to "
-        f"{num_texts} answers, which come back in turn",
+    return _found(
+        "replicas-answer-differently", num_prompts, f"up to {num_texts} answers, which come back in turn",
         follows="several servers or ranks answer at this address and differ in weights, data types or settings, or one "
         "server changes between states. Scores and drafts of one do not fit answers of another",
         next="start all servers with the same revision, quantisation and options; probe each at its own address",
-    )
+    )  # fmt: skip
 
 
 def _sampled(num_prompts: int, num_texts: int) -> ServedFinding:
-    return ServedFinding(
-        id="temperature-zero-ignored",
-        severity="error",
-        seen=f"{plural(num_prompts, 'prompt')} asked {NUM_ASKED} times at temperature 0, alone: {num_texts} answers or "
-        "more; with temperature 0.01 and top_k 1 always the same answer",
+    return _found(
+        "temperature-zero-ignored", num_prompts,
+        f"{num_texts} answers or more; with temperature 0.01 and top_k 1 always the same answer",
         follows="requests at temperature 0 are sampled: a proxy or a default drops or replaces the 0. Neither the "
         "draft nor the cache is the reason",
         next="ask the server without the proxy; look for code that drops fields of the value 0, and send top_k 1",
-    )
+    )  # fmt: skip
 
 
 def _always_new(num_prompts: int, num_texts: int) -> ServedFinding:
-    return ServedFinding(
-        id="answers-change-each-time",
-        severity="error",
-        seen=f"{plural(num_prompts, 'prompt')} asked {NUM_ASKED} times at temperature 0, alone: {num_texts} answers or "
-        "more; with temperature 0.01 and top_k 1 they change, too",
+    return _found(
+        "answers-change-each-time", num_prompts,
+        f"{num_texts} answers or more; with temperature 0.01 and top_k 1 they change, too",
         follows="requests are sampled whatever they ask, or the server computes something else each time; which one is "
         "not known. The load is not the reason",
         next="ask the server without a proxy, then without the draft",
-    )
+    )  # fmt: skip

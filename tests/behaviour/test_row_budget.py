@@ -217,6 +217,7 @@ def request(likely: tuple[float, ...], **params: Any) -> Request:
 
 def test_the_first_steps_verify_whole_blocks() -> None:
     budget = BestBudget(StepTimes({1: {1: 5, 2: 10, 4: 20, 8: 30}}))
+    assert [budget.choose([], 8) for _ in range(2)] == [0, 0]  # steps without drafts teach nothing
     chosen = [budget.choose([request((0.01,) * 7)], 8) for _ in range(row_budget.FIRST_STEPS + 1)]
     assert chosen == [0] * row_budget.FIRST_STEPS + [2]
 

@@ -59,13 +59,14 @@ def ask(session: QuestionSession) -> Outcome:
         for is_streamed in MORE:
             (streamed_states if is_streamed else states).append(_state(call(is_streamed=is_streamed).call))
     plain = None
-    if set(states) == {"broken"} and session.server.can_switch_off:
+    is_broken = "broken" in states and "whole" not in states
+    if is_broken and session.server.can_switch_off:
         plain = _state(call(variant=Variant(is_plain=True)).call)
     words = {"whole": "sound", "broken": "broken", "cut": "not finished", "absent": "absent"}
     seen = f"call {words[state]}, streamed {words[streamed_state]}"
     findings = [
         *_at_times(states, streamed_states, whole if state == "broken" else streamed),
-        *_broken(states, whole, plain),
+        *(_broken(whole, plain) if is_broken else ()),
         *_stream(states, streamed_states, whole, streamed),
         *_drafted(session, whole, first.num_steps),
         *session.find_slow(
@@ -113,9 +114,7 @@ def _at_times(states: list[str], streamed_states: list[str], broken: ServedToolC
             return
 
 
-def _broken(states: list[str], call: ServedToolCall, plain: str | None) -> Iterator[ServedFinding]:
-    if set(states) != {"broken"}:
-        return
+def _broken(call: ServedToolCall, plain: str | None) -> Iterator[ServedFinding]:
     follows = {
         None: "whether the draft is the reason is not known",
         "whole": "without drafts the same call is sound: drafting breaks tool calls",

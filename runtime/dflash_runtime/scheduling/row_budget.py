@@ -17,7 +17,7 @@ from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.width import FIRST_RATE, StepTimes
 
 FIRST_STEPS = 32
-"""The number of first steps that verify whole blocks, so that the predictions of all positions are learned."""
+"""First steps with drafts that verify whole blocks, so that the predictions of all positions are learned."""
 
 MEMORY_STEPS = 16
 """The number of steps in the mean of expected tokens."""
@@ -107,8 +107,10 @@ class BestBudget:
 
     def choose(self, requests: Sequence[Request], verify_width: int) -> int:
         """See `RowBudget`."""
+        if not requests or verify_width == 1:
+            return 0
         self._num_steps += 1
-        if not requests or verify_width == 1 or self._num_steps <= FIRST_STEPS:
+        if self._num_steps <= FIRST_STEPS:
             return 0
         batch = len(requests)
         num_context = sum(request.kv_len for request in requests)
