@@ -17,7 +17,7 @@ from dflash_kernels.delta_rule import (
     empty_states,
     gate_values,
 )
-from dflash_kernels.draft_tree import is_ancestor
+from dflash_kernels.draft_tree import TreeRows, is_ancestor
 from dflash_kernels.launch_config import HAS_TRITON
 from dflash_kernels.tree_path import PathRecords, move_records_ref
 from dflash_testing.random_trees import random_tree_rows
@@ -143,6 +143,27 @@ def test_rows_of_a_tree_equal_the_rule_along_their_paths(run: Any, num_nodes: in
                 move_records_ref(records[None], moved)
 
 
+MOST_ROUNDINGS = 16
+"""The reference in float32 has up to 5. The kernel multiplies with three tf32 products, which keep fewer bits."""
+
+
+def two_blocks(run: Any, rows: Tensor, gates: Gates, tree: TreeRows) -> Tensor:
+    """The results of two equal trees, of which the second replays the first six rows of the first."""
+    num_requests, num_rows = tree.depths.shape
+    store = memory(num_requests, 4 + 2 * num_rows, FLOAT64 if rows.dtype == FLOAT64 else torch.float32)
+    texts, zeros = torch.arange(num_requests, device=rows.device), torch.zeros_like(tree.depths[:, 0])
+    return torch.stack(
+        [run(rows, gates, store, BlockTexts(texts, zeros, lens), 4, tree=tree) for lens in (zeros, zeros + 6)]
+    )
+
+
+def nudged(item: Tensor, seed: int) -> Tensor:
+    """In float64, each number changed by up to one unit in its last float32 place."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = 2 * torch.rand(item.shape, generator=generator, dtype=FLOAT64) - 1
+    return item.double() * (1 + torch.finfo(torch.float32).eps * noise.to(item.device))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_requests", "num_nodes"), [(1, 8), (4, 16), (4, 32), (1, 63)])
@@ -151,26 +172,24 @@ def test_trees_of_real_sizes_equal_the_reference(
 ) -> None:
     """Heads as in Qwen3.5-4B. The second block replays the first rows of the first tree.
 
-    In float32, rows whose summands cancel have a larger error. It is at most twice the error of the reference.
+    In float32, summands of some rows cancel. A row's error is at most MOST_ROUNDINGS times the change of the exact row
+    when each input changes by about one float32 rounding.
     """
     for name, value in (("HEADS", 32), ("KEYS", 16), ("VALUE", 128), ("KEY", 128), ("WIDTH", 64 * 128)):
         monkeypatch.setitem(globals(), name, value)
-    count = num_requests * (num_nodes + 1)
     tree = random_tree_rows(num_requests, num_nodes, seed=num_nodes)
-    rows, gates = inputs(count, dtype)
-    wide = rows.double(), Gates(*(item.double() for item in gates))
-    stores = [memory(num_requests, 4 + 2 * (num_nodes + 1), kind) for kind in (torch.float32, torch.float32, FLOAT64)]
-    texts, zeros = torch.arange(num_requests, device=rows.device), torch.zeros(num_requests, device=rows.device).long()
-    for lens in (zeros, zeros + 6):
-        blocks = BlockTexts(texts, zeros, lens)
-        found = delta_blocks(rows, gates, stores[0], blocks, 4, tree=tree)
-        expected = delta_blocks_ref(rows, gates, stores[1], blocks, 4, tree=tree)
-        if dtype == torch.bfloat16:
-            assert_rows_close(found, expected, dtype)
-            continue
-        exact = delta_blocks_ref(*wide, stores[2], blocks, 4, tree=tree)
-        errors = [((out - exact).norm(dim=-1) / exact.norm(dim=-1)).max().item() for out in (found, expected)]
-        assert errors[0] <= 2 * max(errors[1], TOLERANCES[dtype] / 2), errors
+    rows, gates = inputs(num_requests * (num_nodes + 1), dtype)
+    found = two_blocks(delta_blocks, rows, gates, tree)
+    if dtype == torch.bfloat16:
+        assert_rows_close(found, two_blocks(delta_blocks_ref, rows, gates, tree), dtype)
+        return
+    exact = two_blocks(delta_blocks_ref, rows.double(), Gates(*(item.double() for item in gates)), tree)
+    changes = []
+    for seed in range(3):
+        near = Gates(*(nudged(item, seed) for item in gates))
+        changes.append((two_blocks(delta_blocks_ref, nudged(rows, seed), near, tree) - exact).norm(dim=-1))
+    errors = (found - exact).norm(dim=-1) / torch.stack(changes).amax(0)
+    assert errors.max() <= MOST_ROUNDINGS, errors.max()
 
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
