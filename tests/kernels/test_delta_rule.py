@@ -21,7 +21,7 @@ from dflash_kernels.draft_tree import TreeRows, is_ancestor
 from dflash_kernels.launch_config import HAS_TRITON
 from dflash_kernels.tree_path import PathRecords, move_records_ref
 from dflash_testing.random_trees import random_tree_rows
-from dflash_testing.tensors import TOLERANCES, assert_rows_close, normal
+from dflash_testing.tensors import assert_rows_close, normal
 
 Run = Callable[..., Tensor]
 FLOAT64 = torch.float64
