@@ -63,6 +63,20 @@ def rows_of_tile(row_tile, num_rows, GROUP: tl.constexpr, TILE_M: tl.constexpr):
 
 
 @jit
+def rows_of_request(request, num_rows, firsts, counts):
+    """Return a request's first flat row and its number of rows.
+
+    Every request has `num_rows` rows, one after another. With `counts` it has the first of them only, from the flat row
+    on that `firsts` has for its row 0.
+    """
+    if counts is None:
+        first, count = request * num_rows, num_rows
+    else:
+        first, count = tl.load(firsts + request * num_rows), tl.load(counts + request).to(tl.int32)
+    return first, count
+
+
+@jit
 def tiles_in_sight(
     context_len, readable_len, first_row, last_row, num_rows,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kernels.attention_walk import mean_of_share, rows_of_tile, share_of_tiles, tiles_in_sight
+from dflash_kernels.attention_walk import mean_of_share, rows_of_request, rows_of_tile, share_of_tiles, tiles_in_sight
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import (
     LEAST_SHARE,
@@ -62,7 +62,8 @@ def _own_tiles(num_tiles, share, is_whole, num_whole, program, TILE_B: tl.conste
 
 @jit(do_not_specialize=["num_whole"])
 def _balanced_attention_kernel(
-    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, sinks, out, parts, part_lses,
+    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, firsts, counts, sinks,
+    out, parts, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
     cache_page, cache_row, cache_head, table_stride,
     num_requests, num_rows, num_pages, num_whole, scale, value_scale,
@@ -91,11 +92,12 @@ def _balanced_attention_kernel(
     packed = row_tile * TILE_M + tl.arange(0, TILE_M)
     row = packed // GROUP
     dim = tl.arange(0, TILE_D)
-    is_query = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
     head = kv_head * GROUP + packed % GROUP
     # No hoisting out of the loop: values kept over all requests would take too many registers.
     for request in tl.range(first_request, last_request + 1, disable_licm=True):
-        flat_row = request * num_rows + row
+        first_flat, count = rows_of_request(request, num_rows, firsts, counts)
+        is_query = (row < count)[:, None] & (dim < HEAD_DIM)[None, :]
+        flat_row = first_flat + row
         queries = tl.load(
             query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
         )
@@ -111,8 +113,8 @@ def _balanced_attention_kernel(
         mean, lses = mean_of_share(
             queries, row, dim, head, sinks, key_cache + kv_head * cache_head, value_cache + kv_head * cache_head,
             cache_page, cache_row, page_table + request * table_stride, context_len, readable_len,
-            block_keys + request * num_rows * keys_row + kv_head * keys_head,
-            block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
+            block_keys + first_flat * keys_row + kv_head * keys_head,
+            block_values + first_flat * values_row + kv_head * values_head, keys_row, values_row, count,
             context_begin, context_end, block_begin, block_end, is_last, scale, value_scale,
             HEAD_DIM, PAGE_SIZE, IS_CAUSAL, WINDOW, CAP, TILE_M, TILE_N, TILE_D,
         )  # fmt: skip
@@ -124,7 +126,7 @@ def _balanced_attention_kernel(
             # A program has at most two parts: the end of one request and the beginning of another.
             place = (2 * program + is_first.to(tl.int64)) * tl.num_programs(0) + row_tile
             place = (place * NUM_KV + kv_head) * TILE_M + tl.arange(0, TILE_M)
-            tl.store(part_lses + place, lses, mask=row < num_rows)
+            tl.store(part_lses + place, lses, mask=row < count)
             tl.store(parts + place[:, None] * HEAD_DIM + dim[None, :], mean, mask=is_query)
         passed = passed_then
         begin = passed_then
@@ -132,7 +134,8 @@ def _balanced_attention_kernel(
 
 @jit(do_not_specialize=["num_whole"])
 def _combine_shares_kernel(
-    context_lens, parts, part_lses, out, num_requests, num_rows, max_len, num_programs, num_whole, num_row_tiles,
+    context_lens, firsts, counts, parts, part_lses, out,
+    num_requests, num_rows, max_len, num_programs, num_whole, num_row_tiles,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     TILE_B: tl.constexpr, TILE_C: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
     TOGETHER: tl.constexpr, IS_EARLY: tl.constexpr,
@@ -156,7 +159,8 @@ def _combine_shares_kernel(
         packed = first_packed + tl.arange(0, TILE_C)
         row = packed // GROUP
         dim = tl.arange(0, TILE_D)
-        is_row = row < num_rows
+        first_flat, count = rows_of_request(tl.program_id(2).to(tl.int64), num_rows, firsts, counts)
+        is_row = row < count
         is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
         acc = tl.zeros((TILE_C, TILE_D), tl.float32)
         max_lse = tl.full((TILE_C,), float("-inf"), tl.float32)
@@ -175,8 +179,7 @@ def _combine_shares_kernel(
                 acc = acc * rescale[:, None] + mean * weight[:, None]
                 weight_sum = weight_sum * rescale + weight
                 max_lse = new_max
-        flat_row = tl.program_id(2).to(tl.int64) * num_rows + row
-        target = flat_row * (NUM_KV * GROUP) + kv_head * GROUP + packed % GROUP
+        target = (first_flat + row) * (NUM_KV * GROUP) + kv_head * GROUP + packed % GROUP
         combined = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
         tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], combined.to(out.dtype.element_ty), mask=is_element)
 
@@ -185,10 +188,13 @@ def launch_balanced(
     tensors: Sequence[Tensor],
     page_table: Tensor,
     context_lens: Tensor,
+    firsts: Tensor | None,
+    counts: Tensor | None,
     sinks: Tensor | None,
     out: Tensor,
     shape: BalancedShape,
     strides: Sequence[int],
+    num_rows: int,
     *,
     page_size: int,
     is_causal: bool,
@@ -197,15 +203,13 @@ def launch_balanced(
     scale: float,
     value_scale: float,
 ) -> None:
-    """Write block attention to `out` [R, N, H, D] in two launches. `block_attention` has checked the arguments.
+    """Write block attention to `out` [T, H, D] in two launches. The arguments are as in `launch_blocks`, and checked.
 
-    tensors  queries [R * N, H, D], keys and values of the block [R * N, KV, D], key cache, value cache
     strides  row and head of each of the first three tensors; page, row and head of the caches; row of the page table
     cap      limit of the products of queries and keys
     scale    factor of these products; `value_scale` is the factor of the values
     """
-    num_requests, num_rows, num_heads, head_dim = out.shape
-    num_kv = tensors[1].shape[1]
+    num_requests, (_, num_heads, head_dim), num_kv = len(context_lens), out.shape, tensors[1].shape[1]
     num_packed = num_rows * num_heads // num_kv
     num_row_tiles = ceil_div(num_packed, shape.rows)
     num_places = 2 * shape.num_programs * num_row_tiles * num_kv * shape.rows
@@ -218,12 +222,12 @@ def launch_balanced(
         "TILE_D": max(power_of_2(head_dim), MIN_DOT), **early(out.device),
     }  # fmt: skip
     _balanced_attention_kernel[(num_row_tiles, num_kv, shape.num_programs)](
-        *tensors, page_table, context_lens, sinks, out, parts, part_lses, *strides,
+        *tensors, page_table, context_lens, firsts, counts, sinks, out, parts, part_lses, *strides,
         num_requests, num_rows, page_table.shape[1], shape.num_whole, scale, value_scale,
         PAGE_SIZE=page_size, CAP=cap, **cut, num_warps=4, num_stages=shape.num_stages,
     )  # fmt: skip
     tile = min(shape.rows, shape.combined_rows)
     _combine_shares_kernel[(ceil_div(num_packed, tile), num_kv, num_requests)](
-        context_lens, parts, part_lses, out, num_requests, num_rows, page_table.shape[1] * page_size,
+        context_lens, firsts, counts, parts, part_lses, out, num_requests, num_rows, page_table.shape[1] * page_size,
         shape.num_programs, shape.num_whole, num_row_tiles, TILE_C=tile, TOGETHER=4, **cut, num_warps=4,
     )  # fmt: skip

@@ -12,7 +12,7 @@ Axis letters: R requests, N rows, P pages, H heads, KV heads of keys and values,
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dflash_kernels.attention_walk import context_rows, mean_of_share, rows_of_tile, share_of_tiles, tiles_in_sight
+from dflash_kernels.attention_walk import (
+    context_rows,
+    mean_of_share,
+    rows_of_request,
+    rows_of_tile,
+    share_of_tiles,
+    tiles_in_sight,
+)
 from dflash_kernels.balanced_attention import launch_balanced
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats
@@ -209,7 +216,8 @@ def parts_in_use(num_tiles, NUM_PARTS: tl.constexpr, TILE_N: tl.constexpr):
 
 @jit
 def _block_attention_kernel(
-    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, sinks, out, part_lses,
+    query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, firsts, counts, sinks,
+    out, part_lses,
     query_row, query_head, keys_row, keys_head, values_row, values_head,
     cache_page, cache_row, cache_head, table_stride,
     num_rows, num_pages, num_out, scale, value_scale,
@@ -246,30 +254,33 @@ def _block_attention_kernel(
     packed = row_tile * TILE_M + tl.arange(0, TILE_M)
     row = packed // GROUP
     dim = tl.arange(0, TILE_D)
-    is_query = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    first_flat, count = rows_of_request(request, num_rows, firsts, counts)
+    is_query = (row < count)[:, None] & (dim < HEAD_DIM)[None, :]
     head = kv_head * GROUP + packed % GROUP
-    flat_row = request * num_rows + row
+    flat_row = first_flat + row
     queries = tl.load(
         query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
     )
+    if NUM_SPLITS > 1:
+        flat_row = request * num_rows + row  # parts have room for whole blocks
     target = flat_row * (NUM_KV * GROUP) + head
     target += part.to(tl.int64) * num_out
     mean, lses = mean_of_share(
         queries, row, dim, head, sinks, key_cache + kv_head * cache_head, value_cache + kv_head * cache_head,
         cache_page, cache_row, table, context_len, readable_len,
-        block_keys + request * num_rows * keys_row + kv_head * keys_head,
-        block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
+        block_keys + first_flat * keys_row + kv_head * keys_head,
+        block_values + first_flat * values_row + kv_head * values_head, keys_row, values_row, count,
         context_begin, context_end, block_begin, block_end, is_last, scale, value_scale,
         HEAD_DIM, PAGE_SIZE, IS_CAUSAL, WINDOW, CAP, TILE_M, TILE_N, TILE_D, key,
     )  # fmt: skip
     if NUM_SPLITS > 1:
-        tl.store(part_lses + target, lses, mask=row < num_rows)
+        tl.store(part_lses + target, lses, mask=row < count)
     tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean.to(out.dtype.element_ty), mask=is_query)
 
 
 @jit
 def _combine_kernel(
-    parts, part_lses, context_lens, out, num_rows, num_pages, num_out,
+    parts, part_lses, context_lens, firsts, counts, out, num_rows, num_pages, num_out,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_R: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
@@ -279,7 +290,8 @@ def _combine_kernel(
     row, head = place // (NUM_KV * GROUP) % num_rows, place % (NUM_KV * GROUP)
     first_row, last_row = rows_of_tile((row * GROUP + head % GROUP) // TILE_M, num_rows, GROUP, TILE_M)
     # The previous launch may still run: it does not write the lengths.
-    context_len = tl.load(context_lens + place // (NUM_KV * GROUP * num_rows), mask=is_row, other=0).to(tl.int32)
+    request = place // (NUM_KV * GROUP * num_rows)
+    context_len = tl.load(context_lens + request, mask=is_row, other=0).to(tl.int32)
     _, num_context, block_tile, block_tile_end = tiles_in_sight(
         context_len, tl.minimum(context_len, num_pages * PAGE_SIZE), first_row, last_row, num_rows,
         IS_CAUSAL, WINDOW, TILE_N,
@@ -304,10 +316,12 @@ def _combine_kernel(
         acc += tl.load(parts + element, mask=is_element, other=0.0) * weight[:, None]
         weight_sum += weight
     combined = acc / tl.where(is_row, weight_sum, 1.0)[:, None]
+    target = place.to(tl.int64)
+    if counts is not None:
+        is_row = is_row & (row < tl.load(counts + request, mask=is_row, other=0))
+        target = (tl.load(firsts + request * num_rows, mask=is_row, other=0) + row) * (NUM_KV * GROUP) + head
     is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(
-        out + place.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :], combined.to(out.dtype.element_ty), mask=is_element
-    )
+    tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], combined.to(out.dtype.element_ty), mask=is_element)
 
 
 def block_attention(
@@ -331,79 +345,117 @@ def block_attention(
     `balanced_attention.py` computes batches of many requests.
     """
     check_blocks(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, window, softmax)
-    (num_requests, num_rows, num_heads, head_dim), num_kv = query.shape, block_keys.shape[2]
     out = room_for(query) if out is None else out
     check_room(out, query)
-    if not out.numel():
-        return out
-    flat, strides = flat_blocks(query, block_keys, block_values, key_cache, value_cache, page_table)
-    tensors, page_size = (*flat, as_readable(key_cache), as_readable(value_cache)), key_cache.shape[1]
-    group, num_out = num_heads // num_kv, num_requests * num_rows * num_heads
+    if out.numel():
+        flat, strides = flat_blocks(query, block_keys, block_values, key_cache, value_cache, page_table)
+        tensors = (*flat, as_readable(key_cache), as_readable(value_cache))
+        launch_blocks(
+            tensors, strides, page_table, context_lens, out.flatten(0, 1), query.shape[1],
+            is_causal=is_causal, window=window, softmax=softmax, scales=scales,
+        )  # fmt: skip
+    return out
+
+
+def launch_blocks(
+    tensors: Sequence[Tensor],
+    strides: Sequence[int],
+    page_table: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    num_rows: int,
+    *,
+    is_causal: bool,
+    window: int | None,
+    softmax: Softmax,
+    scales: KVScales,
+    firsts: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> None:
+    """Write attention of flat rows to `out` [T, H, D], in blocks of `num_rows` rows or with fewer: `rows_of_request`.
+
+    tensors  queries [T, H, D], keys and values of the blocks [T, KV, D], key cache, value cache
+    strides  as `strides_of` returns them
+    """
+    query, block_keys, _, key_cache, _ = tensors
+    num_requests, (num_kv, head_dim), page_size = len(context_lens), block_keys.shape[1:], key_cache.shape[1]
+    group, itemsizes = query.shape[1] // num_kv, (query.element_size(), key_cache.element_size())
     context_lens, cap = context_lens.contiguous(), cap_of_products(softmax, head_dim, scales)
-    balanced = balanced_shape(
-        num_requests, num_kv, num_rows * group, head_dim, query.element_size(), query.device, key_cache.element_size()
-    )  # fmt: skip
+    packed = num_rows * group, head_dim, itemsizes[0], query.device, itemsizes[1]
+    balanced = balanced_shape(num_requests, num_kv, *packed)
     if balanced is not None:
         launch_balanced(
-            tensors, page_table, context_lens, softmax.sinks, out, balanced, strides,
+            tensors, page_table, context_lens, firsts, counts, softmax.sinks, out, balanced, strides, num_rows,
             page_size=page_size, is_causal=is_causal, window=window, cap=cap,
             scale=factor_of_products(head_dim, scales), value_scale=scales.value,
         )  # fmt: skip
-        return out
-    shape = attention_shape(
-        num_requests * num_kv, num_rows * group, head_dim, query.element_size(), query.device, key_cache.element_size()
-    )  # fmt: skip
+        return
+    shape, num_out = attention_shape(num_requests * num_kv, *packed), num_requests * num_rows * query.shape[1]
     num_row_tiles = ceil_div(num_rows * group, shape.rows)
     max_tiles = ceil_div(page_table.shape[1] * page_size, shape.keys) + ceil_div(num_rows, shape.keys)
     num_splits = min(shape.num_splits, max_tiles)
-    tile_dim = max(power_of_2(head_dim), MIN_DOT)
     parts, part_lses = room_for_parts(num_splits, num_out, out)
     cut: dict[str, Any] = {
         "NUM_KV": num_kv, "GROUP": group, "HEAD_DIM": head_dim, "PAGE_SIZE": page_size,
-        "IS_CAUSAL": is_causal, "WINDOW": window or 0, "NUM_SPLITS": num_splits,
-        "TILE_M": shape.rows, "TILE_N": shape.keys, "TILE_D": tile_dim, **early(query.device),
+        "IS_CAUSAL": is_causal, "WINDOW": window or 0, "NUM_SPLITS": num_splits, "TILE_M": shape.rows,
+        "TILE_N": shape.keys, "TILE_D": max(power_of_2(head_dim), MIN_DOT), **early(query.device),
     }  # fmt: skip
     _block_attention_kernel[(num_row_tiles, num_requests * num_kv, num_splits)](
-        *tensors, page_table, context_lens, softmax.sinks, parts, part_lses, *strides,
+        *tensors, page_table, context_lens, firsts, counts, softmax.sinks, parts, part_lses, *strides,
         num_rows, page_table.shape[1], num_out, factor_of_products(head_dim, scales), scales.value,
         CAP=cap, **cut, num_warps=4, num_stages=shape.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        combine_parts(parts, part_lses, context_lens, out, page_table.shape[1], cut)
-    return out
+        combine_parts(parts, part_lses, context_lens, out, num_rows, page_table.shape[1], cut, firsts, counts)
 
 
 def check_blocks(
     query: Tensor, block_keys: Tensor, block_values: Tensor, key_cache: Tensor, value_cache: Tensor,
     page_table: Tensor, context_lens: Tensor, window: int | None, softmax: Softmax,
 ) -> None:  # fmt: skip
-    """Raise unless the kernels can read blocks [R, N, H, D] and their caches.
+    """Raise unless the kernels can read blocks [R, N, H, D] and their caches. The errors are those of `check_rows`."""
+    check_rows(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, window, softmax)
+    require(len(query) == len(context_lens), "context_lens", "one per request")
+
+
+def check_rows(
+    query: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor,
+    page_table: Tensor, context_lens: Tensor, window: int | None, softmax: Softmax,
+) -> None:  # fmt: skip
+    """Raise unless the kernels can read rows [..., H, D] and their caches.
 
     See `check_tensors`, `check_formats`, `check_softmax` and `require` for the errors.
     """
-    check_tensors(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens)
-    check_formats(key_cache, value_cache, query, block_keys, block_values)
-    num_requests, num_rows, num_heads, head_dim = query.shape
-    num_kv = block_keys.shape[2]
+    check_tensors(query, keys, values, key_cache, value_cache, page_table, context_lens)
+    check_formats(key_cache, value_cache, query, keys, values)
+    (num_heads, head_dim), num_kv = query.shape[-2:], keys.shape[-2]
     require(num_heads % num_kv == 0, "query", "a number of heads that is a multiple of the KV heads")
-    block_shape = (num_requests, num_rows, num_kv, head_dim)
-    require(block_keys.shape == block_values.shape == block_shape, "block_keys, block_values", "one row per query row")
-    require(key_cache.shape[2:] == (num_kv, head_dim), "caches", "the KV heads of the block")
-    require(len(page_table) == num_requests == len(context_lens), "page_table, context_lens", "one row per request")
+    rows_shape = (*query.shape[:-2], num_kv, head_dim)
+    require(keys.shape == values.shape == rows_shape, "keys, values", "one row per query row")
+    require(key_cache.shape[2:] == (num_kv, head_dim), "caches", "the KV heads of the keys")
+    require(len(page_table) == len(context_lens), "page_table, context_lens", "one row per request")
     require(page_table.stride(1) == 1, "page_table", "contiguous rows")
     require(window is None or window > 0, "window", "at least 1")
     check_softmax(softmax, query)
-    require(num_requests * num_kv <= MAX_GRID, "query", f"at most {MAX_GRID} requests times KV heads")
+    require(len(context_lens) * num_kv <= MAX_GRID, "query", f"at most {MAX_GRID} requests times KV heads")
 
 
 def flat_blocks(
     query: Tensor, block_keys: Tensor, block_values: Tensor, key_cache: Tensor, value_cache: Tensor, page_table: Tensor
 ) -> tuple[list[Tensor], list[int]]:
     """The rows of blocks, [R * N, H, D] and [R * N, KV, D] twice, and the strides of all tensors for the kernels."""
-    flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)]
-    require(all(tensor.stride(2) == 1 for tensor in flat), "query, block_keys, block_values", "contiguous heads")
-    strides = [stride for tensor in flat for stride in tensor.stride()[:2]]
-    return flat, [*strides, *strides_of_caches(key_cache, value_cache), page_table.stride(0)]
+    rows, keys, values = flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)]
+    return flat, strides_of(rows, keys, values, key_cache, value_cache, page_table)
+
+
+def strides_of(
+    query: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, page_table: Tensor
+) -> list[int]:
+    """Strides for the kernels: row and head of rows [T, H, D], then of both caches, then of the page table."""
+    rows = (query, keys, values)
+    require(all(tensor.stride(2) == 1 for tensor in rows), "query, keys, values", "contiguous heads")
+    strides = [stride for tensor in rows for stride in tensor.stride()[:2]]
+    return [*strides, *strides_of_caches(key_cache, value_cache), page_table.stride(0)]
 
 
 def room_for_parts(num_splits: int, num_out: int, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -415,14 +467,22 @@ def room_for_parts(num_splits: int, num_out: int, out: Tensor) -> tuple[Tensor, 
 
 
 def combine_parts(
-    parts: Tensor, part_lses: Tensor, context_lens: Tensor, out: Tensor, num_pages: int, cut: Mapping[str, Any]
+    parts: Tensor,
+    part_lses: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    num_rows: int,
+    num_pages: int,
+    cut: Mapping[str, Any],
+    firsts: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> None:
-    """Launch the sum of the parts of the keys: means [S, T, D] and base 2 logarithms [S, T] -> out [R, N, H, D].
+    """Launch the sum of the parts of the keys: means [S, R * N, D] and base 2 logarithms [S, R * N] -> out [T, H, D].
 
-    `cut` has the arguments by which the kernels agree on the parts in use.
+    `cut` has the arguments by which the kernels agree on the parts in use. The last two are as in `launch_blocks`.
     """
     num_out = parts.shape[1]
     _combine_kernel[(ceil_div(num_out, COMBINE_TILE),)](
-        parts, part_lses, context_lens, out, out.shape[1], num_pages, num_out, **cut, TILE_R=COMBINE_TILE,
-        num_warps=COMBINE_TILE,
+        parts, part_lses, context_lens, firsts, counts, out, num_rows, num_pages, num_out, **cut,
+        TILE_R=COMBINE_TILE, num_warps=COMBINE_TILE,
     )  # fmt: skip

@@ -59,6 +59,7 @@ from dflash_kernels.row_changes import (
 )
 from dflash_kernels.sampling import Chosen, argmax, argmax_ref, sample, sample_ref
 from dflash_kernels.sandwich_norm import sandwich_norm, sandwich_norm_ref
+from dflash_kernels.shared_attention import shared_attention, shared_attention_ref
 from dflash_kernels.slot_mapping import locate_rows, locate_rows_ref
 from dflash_kernels.state_snapshots import keep_passed, keep_passed_ref
 from dflash_kernels.step_rows import (
@@ -108,6 +109,7 @@ class Kernels:
     fp8_experts: Callable[[Tensor, Fp8Weight, Fp8Weight, Tensor, Tensor], Tensor]
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
+    shared_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
     tree_attention: Callable[..., Tensor]
     block_conv: Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -160,6 +162,7 @@ REFERENCE = Kernels(
     fp8_experts=fp8_experts_ref,
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
+    shared_attention=shared_attention_ref,
     ragged_attention=ragged_attention_ref,
     tree_attention=tree_attention_ref,
     block_conv=block_conv_ref,
@@ -212,6 +215,7 @@ _TRITON = Kernels(
     fp8_experts=fp8_experts,
     context_kv_store=context_kv_store,
     block_attention=block_attention,
+    shared_attention=shared_attention,
     ragged_attention=ragged_attention,
     tree_attention=tree_attention,
     block_conv=block_conv,

@@ -180,5 +180,5 @@ def tree_attention(
     if num_splits > 1:
         # In one tile of all packed rows, every row sees the keys that the anchor and the last row see.
         whole = {**cut, "IS_CAUSAL": True, "TILE_M": power_of_2(num_packed)}
-        combine_parts(parts, part_lses, context_lens, out, num_pages, whole)
+        combine_parts(parts, part_lses, context_lens, out.flatten(0, 1), num_rows, num_pages, whole)
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_kernels.given_rows import give_rows, give_rows_ref
 from dflash_kernels.launch_config import HAS_TRITON
-from dflash_runtime.device import acceptance_model, shared_rows
+from dflash_runtime.device import acceptance_model
 from dflash_runtime.device.settings import apply_exclusions
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
@@ -192,15 +192,6 @@ def assert_places(widths: Tensor, places: Tensor, sources: Tensor, block: int) -
     for place, source in enumerate(sources.tolist()):
         request, row = divmod(place, block)
         assert rows[source] == (request, min(row, int(widths[request]) - 1))
-
-
-def test_heads_of_one_projection_are_copied_together() -> None:
-    """Heads that are not next to each other are copied one by one."""
-    rows = torch.arange(5 * 8 * 2).view(5, 8, 2)
-    (joined,) = shared_rows._joined(*rows[:, 1:].split((4, 2, 1), dim=1))
-    assert torch.equal(joined, rows[:, 1:])
-    for heads in (rows[:, :4], rows[:, 5:7]), (rows[:, :4], rows.clone()[:, 4:6]), (rows[:, :4], rows[:, 4:6, :1]):
-        assert [*map(id, shared_rows._joined(*heads))] == [*map(id, heads)]
 
 
 @pytest.fixture

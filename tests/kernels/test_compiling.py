@@ -42,6 +42,10 @@ def attention_calls(kernels, caches):
         kernels.block_attention(
             *block, *caches, table[:requests], table[:requests, 0], is_causal=True, window=None,
         )
+        given = [item.flatten(0, 1) for item in block]
+        sources = torch.ones(requests * rows, dtype=torch.int64)
+        places = table[:requests], table[:requests, 0], sources[:requests], sources
+        kernels.shared_attention(*given, *caches, *places, window=None)
         words = torch.ones(requests, rows, 1, dtype=torch.int64)
         tree = TreeRows(words[..., 0], words, words[..., 0])
         kernels.tree_attention(*block, *caches, table[:requests], table[:requests, 0], tree, window=None)

@@ -97,6 +97,16 @@ def attend(kernels: Kernels, at: Inputs, softmax: Softmax = PLAIN) -> tuple[Tens
     return (kernels.block_attention(at["query"], at["keys"], at["values"], *cached, **options),)
 
 
+def attend_shared(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    """The first and second request have all rows but one each, and the others one row."""
+    likely = torch.zeros(R, N - 1, dtype=torch.float64, device=DEVICE)
+    likely[:2, : N - 2] = at["p"][:2, 0, :1] + 0.1
+    widths, places, sources = kernels.give_rows(likely, R + 2 * (N - 2))
+    rows = [at[name].flatten(0, 1)[: len(places)] for name in ("query", "keys", "values")]
+    cached = [at[name] for name in ("key_cache", "value_cache", "table", "lens")]
+    return (kernels.shared_attention(*rows, *cached, widths, sources, window=20),)
+
+
 def empty_caches(*layers: int) -> tuple[Tensor, Tensor]:
     zeros = torch.zeros(*layers, 4, PAGE, KV, D, dtype=BFLOAT, device=DEVICE)
     return between_layers(zeros, zeros)
@@ -343,6 +353,7 @@ CALLS: dict[str, Call] = {
     "context_kv_store": store_context,
     "block_attention": attend,
     "block_attention capped, with sinks": lambda k, at: attend(k, at, Softmax(2.0, at["weights"][0, :H])),
+    "shared_attention": attend_shared,
     "block_conv and conv_add_norm": convolve,
     "top_tokens": lambda k, at: k.top_tokens(at["logits"], 16),
     "markov_walk": markov_walk,

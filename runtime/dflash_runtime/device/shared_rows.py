@@ -1,16 +1,14 @@
 """A verify step with blocks of different numbers of rows: the step runs only the rows that requests were given.
 
-The target's products run the n given rows of all blocks, one after another. Attention and recurrent layers get whole
-blocks again: a row that is not run is a copy of the last row of its block that is. Both are causal, so no given row
+The target's products and attention run the n given rows of all blocks, one after another. Recurrent layers get whole
+blocks again: a row that is not run is a copy of the last row of its block that is. They are causal, so no given row
 reads a copy, and a copy is never stored. All shapes follow from the number of requests and n, so that a step can be
 captured; which request has which rows is known on the device only.
 
 Axis letters: R requests, W rows of whole blocks, n given rows, K drafted tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -55,7 +53,7 @@ class GivenRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedAttention:
-    """An `Attend` over the given rows of blocks, by one over whole blocks."""
+    """An `Attend` over the given rows of blocks."""
 
     blocks: PagedAttention
     rows: GivenRows
@@ -65,7 +63,7 @@ class SharedAttention:
         """See `models.layers.Recall`."""
         whole = self.rows.sources
         spread = Gates(gates.decay[whole], gates.beta[whole], gates.log_rate, gates.bias)
-        return self._given(self.blocks.recall(layer, rows[whole], taps, spread), out)
+        return torch.index_select(self.blocks.recall(layer, rows[whole], taps, spread), 0, self.rows.places, out=out)
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """[n, H, D], [n, KV, D] twice -> [n, H, D]."""
@@ -86,24 +84,8 @@ class SharedAttention:
         out: Tensor | None = None,
     ) -> Tensor:
         """See `models.layers.Attend`; writes into `out` [n, H, D] if it is given."""
-        whole = [item.index_select(0, self.rows.sources) for item in _joined(query, keys, values)]
-        if len(whole) == 1:
-            whole = list(whole[0].split((query.shape[1], keys.shape[1], values.shape[1]), dim=1))
-        return self._given(self.blocks.read(layer, whole[0], whole[1], whole[2], softmax), out)
-
-    def _given(self, found: Tensor, out: Tensor | None) -> Tensor:
-        return torch.index_select(found, 0, self.rows.places, out=out)
-
-
-def _joined(*heads: Tensor) -> Sequence[Tensor]:
-    """Heads [n, H, D] as one tensor if they are next to each other in memory, so that one launch copies all of them."""
-    first = heads[0]
-    ends = accumulate((own.shape[1] * first.stride(1) for own in heads), initial=first.storage_offset())
-    are_near = all(
-        own.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        and (own.stride(), own.shape[2]) == (first.stride(), first.shape[2])
-        and own.storage_offset() == begin
-        for own, begin in zip(heads, ends, strict=False)
-    )
-    size = (len(first), sum(own.shape[1] for own in heads), first.shape[2])
-    return (first.as_strided(size, first.stride()),) if are_near else heads
+        blocks, cache = self.blocks, self.blocks.cache
+        return blocks.kernels.shared_attention(
+            query, keys, values, *cache.layers[layer], blocks.page_table, blocks.context_lens, self.rows.widths,
+            self.rows.sources, window=blocks.windows[layer], softmax=softmax, scales=cache.scales_of(layer), out=out,
+        )  # fmt: skip
