@@ -127,6 +127,7 @@ class ServedAnswer:
     num_prompt        prompt tokens that the server read
     id                the name that the server gives this answer alone
     decode_ms         time of decoding without the prompt, by the server
+    method            method of drafting, by the answer's settings
     """
 
     token_ids: tuple[Annotated[int, Limits(least=0, below=1 << 31)], ...]
@@ -141,13 +142,14 @@ class ServedAnswer:
     num_prompt: Annotated[int, Limits(least=0, below=MAX_LEN)] | None = None
     id: str | None = None
     decode_ms: Annotated[float, Limits(least=0)] | None = None
+    method: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """How a request differs from a measured one.
 
-    is_plain         drafts nothing, if the server `can_switch_off`
+    is_plain         drafts nothing, if the server `can_switch_off`, or `can_answer_plainly` without a schema
     uses_cache       reads the prefix cache, also on a server that needs a field for it
     leaves_defaults  names no penalty, so that the server's own sampling settings apply
     json_schema      the answer is an instance of this schema
@@ -196,14 +198,19 @@ class InferenceServer(ABC):
     """Whether `score` works."""
     neutral: ClassVar[Mapping[str, Any]] = {}
     """Fields of a greedy request that switch off penalties, which the server's own settings may bring."""
-    plain_fields: ClassVar[Mapping[str, Any]] = {}
-    """Fields of a request that switch drafts off; empty if no request can."""
+    can_answer_plainly: ClassVar[bool] = False
+    """Whether `answer` and `told_logprobs` can draft nothing, and read no cache."""
 
     def __init__(self, client: HttpClient, model: str) -> None:
         self.client = client
         self.model = model
         self.readings: list[ServerMetrics] = []
         """Every reading of the metrics, in order of time."""
+
+    @property
+    def plain_fields(self) -> Mapping[str, Any]:
+        """Fields of a request that switch drafts off; empty if no request can, or before the first answer."""
+        return {}
 
     @property
     def can_switch_off(self) -> bool:

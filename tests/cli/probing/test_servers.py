@@ -33,6 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "SGLang": {"style": "sglang", "release": "0.5.23"},
     "SGLang with earlier names": {"style": "sglang", "release": "0.5.10", "old_names": True},
     "llama.cpp, by its counters": {"style": "llama.cpp"},
+    "llama.cpp of an earlier release": {"style": "llama.cpp", "old_names": True},
 }
 
 
