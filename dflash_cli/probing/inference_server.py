@@ -117,7 +117,7 @@ class ServedSteps:
 class ServedAnswer:
     """One answer. A field is None if the answer does not report it.
 
-    finish_reason     `stop` or `length`
+    finish_reason     `length`, one of ABORTED, or another word for `stop`
     steps             the verify steps
     num_steps         sums over the steps, for servers that report sums only; the engine's file says more
     num_accepted
@@ -165,6 +165,8 @@ class Variant:
 
 
 MEASURED = Variant()
+ABORTED = ("abort", "error")
+"""Reasons of an answer's end that are neither the model's nor a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +295,7 @@ class InferenceServer(ABC):
         """The part of the answer to a request that `read` takes from the answer's JSON document.
 
         Raises:
-            RequestError: the server refuses the request.
+            RequestError: the server refuses or aborts the request.
             ServerUnreachable: the server does not answer.
             UnsupportedError: the answer lacks a field or has another form.
         """
@@ -303,12 +305,18 @@ class InferenceServer(ABC):
         """What `read` takes from a document at a path.
 
         Raises:
+            RequestError: the document is an answer that the server aborted.
             UnsupportedError: the document lacks a field or has another form.
         """
         try:
             answer = read(document)
+            if not isinstance(answer, ServedAnswer):
+                return answer
+            if answer.finish_reason in ABORTED:
+                where, found = f"{self.client.url}{path}", answer.finish_reason
+                raise RequestError(f"ended the answer: {found}", id="server-refused", path=where, found=found)
             # An answer is read like a document, so that each field has its type and its limits.
-            return from_json(type(answer), to_json(answer)) if isinstance(answer, ServedAnswer) else answer
+            return from_json(type(answer), to_json(answer))
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, InvalidConfig) as error:
             found = f"no {error.args[0]!r}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
             found = shorten(found, MAX_SHOWN_CHARS)

@@ -121,7 +121,7 @@ def _read_answer(document: Any) -> ServedAnswer:
     return ServedAnswer(
         token_ids=tuple(ids_of(document, "output_ids")),
         text=document["text"],
-        finish_reason="length" if meta["finish_reason"]["type"] == "length" else "stop",
+        finish_reason=meta["finish_reason"]["type"],
         steps=ServedSteps.of_histogram(histogram) if histogram else None,
         num_steps=meta.get("spec_verify_ct"),
         num_accepted=_first(meta, ACCEPTED),

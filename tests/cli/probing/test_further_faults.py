@@ -108,7 +108,11 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "36 dropped": (partial(Wide, **L, streams="dropped"), {"streamed-characters-broken"}),
     "37": (partial(FirstStep, **V), {"acceptance-falls-within-answers"}),
     "37 steps": (partial(FirstStep, **STEPS, first=0.6), {"acceptance-falls-within-answers"}),
-    "37 llama.cpp": (partial(FirstStep, **L, has_metrics=False), {"acceptance-falls-within-answers"}),
+    "37 llama.cpp": (partial(FirstStep, **L), {"acceptance-falls-within-answers"}),
+    "37 llama.cpp without metrics": (
+        partial(FirstStep, **L, old_names=True, has_metrics=False),
+        {"acceptance-falls-within-answers"},
+    ),
     "32 pieces": (partial(OddAnswers, **L, loses="pieces"), {"text-stream-broken"}),
     "38": (partial(Miscounted, **V), {"counters-contradict"}),
     "38 llama.cpp": (partial(Miscounted, **L), {"counters-contradict"}),
@@ -135,7 +139,7 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "45": (partial(Script, **S, json="goes on"), {"structured-output-broken"}),
     "46": (partial(OddAnswers, **S, misses="c"), {"stop-string-missed"}),
     "47": (partial(Bonus, **L), {"counters-contradict"}),
-    "47 without metrics": (partial(Bonus, **L, has_metrics=False), {"counters-contradict"}),
+    "47 without metrics": (partial(Bonus, **L, old_names=True, has_metrics=False), {"counters-contradict"}),
     "48": (partial(Named, **V, has_store=True, reports="summary"), {"answers-from-a-store"}),
     "48 without metrics": (partial(Named, **STEPS, has_store=True, has_metrics=False), {"answers-from-a-store"}),
     "49": (

@@ -136,7 +136,7 @@ class Script(FakeEngine):
             draw = random.Random(self.sampling_seed)
             tokens = [token + draw.randrange(3) for token in tokens]
         is_other = (is_warm and self.cache == "wrong") or (is_plain and self.split_nats)
-        if (is_other or (is_loaded and self.loaded_split)) and SPLIT < len(tokens):
+        if (is_other or (is_loaded and self.loaded_split)) and len(tokens) > SPLIT:
             tokens[SPLIT] += number if self.is_unsteady else 1
         rate = self.rate if not is_loaded or self.loaded_rate is None else self.loaded_rate
         rate = self.long_rate if is_long and self.long_rate is not None else rate

@@ -197,7 +197,7 @@ def sglang_metrics(engine: FakeEngine) -> str:
     rows = [
         ("num_requests", streamed, counts["requests"]),
         ("generation_tokens", streamed, counts["tokens"]),
-        ("spec_verify_calls", labels, counts["drafts"]),
+        ("spec_verify_calls", labels, 0 if engine.old_names else counts["drafts"]),
         ("cached_tokens", cached, counts["cached"]),
     ]
     lines = []
