@@ -249,10 +249,8 @@ def _try_out(server: InferenceServer, asking: ServerRequest, looks: Sequence[Ser
         method = served.method
         break
     if facts.is_drafting or steps is not None or method is not None:
-        known = {
-            "num_draft_tokens": facts.num_draft_tokens or num_draft_tokens, "method": facts.method or method
-        }  # fmt: skip
-        return replace(facts, is_drafting=True, **known)
+        known = facts.num_draft_tokens or num_draft_tokens
+        return replace(facts, is_drafting=True, num_draft_tokens=known, method=facts.method or method)
     if facts.is_drafting is False or server.counters() is None:
         release = f" {facts.release}" if facts.release else ""
         raise UnsupportedError(

@@ -160,7 +160,7 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "57 llama.cpp": (partial(CallsAtTimes, **L, num_calls=1), {"tool-call-broken"}),
     "58": (partial(NarrowWhenLong, **L), {"acceptance-falls-with-context"}),
     "59": (partial(FailsLate, **STEPS), {"acceptance-falls-within-answers"}),
-    "60": (partial(Script, **L, replicas=2, unlike={"num_slots": 2}), {"several-replicas", "unlike-replicas"}),
+    "60": (partial(Script, **L, replicas=2, unlike={"k": 3, "num_slots": 2}), {"several-replicas", "unlike-replicas"}),
 }
 
 

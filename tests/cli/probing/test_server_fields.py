@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.inference_server import SERVERS, Asked, InferenceServer, Variant, server_engines
+from dflash_cli.probing.inference_server import MEASURED, SERVERS, Asked, InferenceServer, Variant, server_engines
 from dflash_cli.probing.server_counters import read_metrics
 from dflash_runtime.errors import RequestError
 from dflash_testing.fake_engines import FakeEngine, Text
 from dflash_testing.refusals import refuses
 from dflash_testing.scripted_faults import Telling
+from dflash_testing.scripted_operations import Told
 from dflash_testing.scripted_servers import L, S, Script, ScriptedClient, named, probe_script
 from dflash_testing.server_forms import METRICS
 
@@ -79,10 +80,14 @@ def test_earlier_llama_cpp_answers_without_drafts_by_a_field() -> None:
 
 
 def test_llama_cpp_tells_the_targets_log_probabilities_in_the_same_way() -> None:
-    server, _ = opened(Script(**L))
-    answer = server.answer((7, 8), FIVE)
-    told = server.told_logprobs((7, 8), Asked(max_new_tokens=4), PLAIN)
-    assert [token for token, _ in told] == list(answer.token_ids[:4])
+    """Those of drafted tokens are told as 0."""
+    server, client = opened(Told(**L))
+    ids = server.answer((7, 8), FIVE).token_ids[:4]
+    drafted, plain = (server.told_logprobs((7, 8), Asked(max_new_tokens=4), item) for item in (MEASURED, PLAIN))
+    own = [value for item in client.script.scores((7, 8, *ids)) for value in item.values()]
+    assert plain == list(zip(ids, own, strict=True))
+    assert drafted == list(zip(ids, [own[0], 0.0, 0.0, 0.0], strict=True))
+    assert own[1:] != [0.0, 0.0, 0.0]
 
 
 def test_a_rendered_conversation_gets_the_special_token_that_llama_cpp_takes_off() -> None:

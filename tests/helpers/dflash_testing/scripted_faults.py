@@ -98,7 +98,7 @@ class SecondTurn(Script):
 
 @dataclass
 class Telling(Script):
-    """What the server tells of itself differs in `told`: path -> changed fields of the document, or None without it."""
+    """The server describes itself otherwise: `told` has the changed fields of a path's document, or None without it."""
 
     told: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
     slots: tuple[bool, ...] = ()
