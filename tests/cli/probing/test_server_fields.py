@@ -126,6 +126,11 @@ def test_an_aborted_answer_is_not_read_as_a_short_one(engine: Any, document: Any
         server.answer((7, 8), FIVE)
 
 
+def test_sglang_tells_the_longest_request_that_it_holds() -> None:
+    server, _ = opened(Script(**S))
+    assert server.describe().max_len == 8186
+
+
 def test_counters_of_sglang_are_absent_until_they_rise_and_are_added_up_over_labels() -> None:
     names, fake = SERVERS["sglang"].counter_names, FakeEngine(**S)
     assert read_metrics(METRICS["sglang"](fake), names, "").counters is None
