@@ -219,6 +219,10 @@ class InferenceServer(ABC):
         """Whether a request can switch drafts off."""
         return bool(self.plain_fields)
 
+    def num_requests_of(self, num_tokens: int, variant: Variant) -> int:
+        """Requests that an answer of so many tokens takes."""
+        return 1
+
     def sampling_fields(self, asked: Asked, variant: Variant) -> Mapping[str, Any]:
         """The temperature, and for a greedy request that does not leave the server's own settings `neutral`."""
         neutral = {} if asked.temperature or variant.leaves_defaults else self.neutral

@@ -60,5 +60,5 @@ def _pairs(session: QuestionSession, prompt_ids: tuple[int, ...]) -> Pairs:
 
 def _told(session: QuestionSession, prompt_ids: tuple[int, ...], variant: Variant) -> list[tuple[int, float]]:
     found = session.server.told_logprobs(prompt_ids, Asked(max_new_tokens=ANSWER_LEN), variant)
-    session.charge(len(prompt_ids) + len(found))
+    session.charge(len(prompt_ids) + len(found), session.server.num_requests_of(len(found), variant))
     return found

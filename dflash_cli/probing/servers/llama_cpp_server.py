@@ -69,6 +69,9 @@ class LlamaCppServer(InferenceServer):
     def plain_fields(self) -> Mapping[str, Any]:
         return {MOST: 0} if self._takes_most else {}
 
+    def num_requests_of(self, num_tokens: int, variant: Variant) -> int:
+        return math.ceil(num_tokens / PIECE) if variant.is_plain and not self.plain_fields else 1
+
     def describe(self) -> ServerFacts:
         props, slots = self.find("/props"), self._drafting_slots()
         return ServerFacts(
@@ -90,7 +93,7 @@ class LlamaCppServer(InferenceServer):
         return [flag for flag in flags if isinstance(flag, bool)]
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
-        if not variant.is_plain or self.plain_fields:
+        if self.num_requests_of(asked.max_new_tokens, variant) == 1:
             return self.post(COMPLETION, self._body(prompt_ids, asked, variant), self._read_answer)
         found = self._pieces(prompt_ids, asked, variant)
         pieces = [self.read(self._read_answer, item, COMPLETION) for item in found]
@@ -123,7 +126,7 @@ class LlamaCppServer(InferenceServer):
     def told_logprobs(
         self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
     ) -> list[tuple[int, float]]:
-        if variant.is_plain and not self.plain_fields:
+        if self.num_requests_of(asked.max_new_tokens, variant) > 1:
             pieces = self._pieces(prompt_ids, asked, variant, n_probs=1)
             return [pair for item in pieces for pair in self.read(_read_told, item, COMPLETION)]
         return self.post(COMPLETION, {**self._body(prompt_ids, asked, variant), "n_probs": 1}, _read_told)

@@ -65,6 +65,7 @@ def test_llama_cpp_answers_without_drafts_in_requests_that_are_too_short_for_one
     assert (plain.num_drafted, plain.token_ids) == (None, drafted.token_ids)
     asked = [body for _, body in client.bodies[1:]]
     assert [body["n_predict"] for body in asked] == [2, 2, 1]
+    assert [server.num_requests_of(5, item) for item in (MEASURED, PLAIN)] == [1, len(asked)]
     assert [body["cache_prompt"] for body in asked] == [False, True, True]
     assert [body.get("id_slot") for body in asked] == [None, 0, 0]
     assert [tuple(body["prompt"]) for body in asked] == [(7, 8, *drafted.token_ids[:place]) for place in (0, 2, 4)]
