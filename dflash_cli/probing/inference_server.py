@@ -220,7 +220,7 @@ class InferenceServer(ABC):
         return bool(self.plain_fields)
 
     def num_requests_of(self, num_tokens: int, variant: Variant) -> int:
-        """Requests that an answer of so many tokens takes."""
+        """The number of requests for an answer of `num_tokens` tokens."""
         return 1
 
     def sampling_fields(self, asked: Asked, variant: Variant) -> Mapping[str, Any]:

@@ -152,7 +152,7 @@ class QuestionSession:
         return bool(self.prompts and self.ask(self.prompts[0], CONTROL_LEN).num_steps)
 
     def charge(self, num_tokens: int, num_requests: int = 1) -> None:
-        """Count a request of so many tokens, or several that make one answer."""
+        """Count the tokens and the requests of an answer."""
         self.num_requests += num_requests
         self.num_tokens += num_tokens
 
