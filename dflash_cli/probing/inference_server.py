@@ -117,7 +117,7 @@ class ServedSteps:
 class ServedAnswer:
     """One answer. A field is None if the answer does not report it.
 
-    finish_reason     `stop` or `length`
+    finish_reason     `length`, one of ABORTED, or another word for `stop`
     steps             the verify steps
     num_steps         sums over the steps, for servers that report sums only; the engine's file says more
     num_accepted
@@ -127,6 +127,7 @@ class ServedAnswer:
     num_prompt        prompt tokens that the server read
     id                the name that the server gives this answer alone
     decode_ms         time of decoding without the prompt, by the server
+    method            method of drafting, by the answer's settings
     """
 
     token_ids: tuple[Annotated[int, Limits(least=0, below=1 << 31)], ...]
@@ -141,13 +142,14 @@ class ServedAnswer:
     num_prompt: Annotated[int, Limits(least=0, below=MAX_LEN)] | None = None
     id: str | None = None
     decode_ms: Annotated[float, Limits(least=0)] | None = None
+    method: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """How a request differs from a measured one.
 
-    is_plain         drafts nothing, if the server `can_switch_off`
+    is_plain         drafts nothing, if the server `can_switch_off`, or `can_answer_plainly` without a schema
     uses_cache       reads the prefix cache, also on a server that needs a field for it
     leaves_defaults  names no penalty, so that the server's own sampling settings apply
     json_schema      the answer is an instance of this schema
@@ -163,6 +165,8 @@ class Variant:
 
 
 MEASURED = Variant()
+ABORTED = ("abort", "error")
+"""Reasons of an answer's end that are neither the model's nor a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +200,8 @@ class InferenceServer(ABC):
     """Whether `score` works."""
     neutral: ClassVar[Mapping[str, Any]] = {}
     """Fields of a greedy request that switch off penalties, which the server's own settings may bring."""
-    plain_fields: ClassVar[Mapping[str, Any]] = {}
-    """Fields of a request that switch drafts off; empty if no request can."""
+    can_answer_plainly: ClassVar[bool] = False
+    """Whether `answer` and `told_logprobs` can draft nothing, and read no cache."""
 
     def __init__(self, client: HttpClient, model: str) -> None:
         self.client = client
@@ -206,9 +210,18 @@ class InferenceServer(ABC):
         """Every reading of the metrics, in order of time."""
 
     @property
+    def plain_fields(self) -> Mapping[str, Any]:
+        """Fields of a request that switch drafts off; empty if no request can, or before the first answer."""
+        return {}
+
+    @property
     def can_switch_off(self) -> bool:
         """Whether a request can switch drafts off."""
         return bool(self.plain_fields)
+
+    def num_requests_of(self, num_tokens: int, variant: Variant) -> int:
+        """The number of requests for an answer of `num_tokens` tokens."""
+        return 1
 
     def sampling_fields(self, asked: Asked, variant: Variant) -> Mapping[str, Any]:
         """The temperature, and for a greedy request that does not leave the server's own settings `neutral`."""
@@ -286,7 +299,7 @@ class InferenceServer(ABC):
         """The part of the answer to a request that `read` takes from the answer's JSON document.
 
         Raises:
-            RequestError: the server refuses the request.
+            RequestError: the server refuses or aborts the request.
             ServerUnreachable: the server does not answer.
             UnsupportedError: the answer lacks a field or has another form.
         """
@@ -296,12 +309,18 @@ class InferenceServer(ABC):
         """What `read` takes from a document at a path.
 
         Raises:
+            RequestError: the document is an answer that the server aborted.
             UnsupportedError: the document lacks a field or has another form.
         """
         try:
             answer = read(document)
+            if not isinstance(answer, ServedAnswer):
+                return answer
+            if answer.finish_reason in ABORTED:
+                where, found = f"{self.client.url}{path}", answer.finish_reason
+                raise RequestError(f"ended the answer: {found}", id="server-refused", path=where, found=found)
             # An answer is read like a document, so that each field has its type and its limits.
-            return from_json(type(answer), to_json(answer)) if isinstance(answer, ServedAnswer) else answer
+            return from_json(type(answer), to_json(answer))
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, InvalidConfig) as error:
             found = f"no {error.args[0]!r}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
             found = shorten(found, MAX_SHOWN_CHARS)

@@ -133,7 +133,8 @@ class QuestionSession:
         asked = Asked(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         served = self.server.answer(prompt_ids, asked, variant)
         seconds = time.perf_counter() - started
-        self.charge(len(prompt_ids) + len(served.token_ids))
+        num_requests = self.server.num_requests_of(len(served.token_ids), variant)
+        self.charge(len(prompt_ids) + len(served.token_ids), num_requests)
         return self._counted(served, self._rise(before, len(served.token_ids)), seconds)
 
     def call_tool(self, ask: Callable[[], ServedToolCall]) -> CountedCall:
@@ -150,9 +151,9 @@ class QuestionSession:
         """Whether the server drafts for a measured prompt at this moment, so that its draft has not ended meanwhile."""
         return bool(self.prompts and self.ask(self.prompts[0], CONTROL_LEN).num_steps)
 
-    def charge(self, num_tokens: int) -> None:
-        """Count a request of so many tokens."""
-        self.num_requests += 1
+    def charge(self, num_tokens: int, num_requests: int = 1) -> None:
+        """Count the tokens and the requests of an answer."""
+        self.num_requests += num_requests
         self.num_tokens += num_tokens
 
     def likeliest(self, text_ids: Sequence[int]) -> dict[int, float]:

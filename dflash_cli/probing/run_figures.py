@@ -104,7 +104,8 @@ def pool_run(
         counts = AcceptanceCounts(
             0, sum(item.num_steps or 0 for item in sums), sum(item.num_accepted or 0 for item in sums)
         )
-        text = "the number of steps is a lower bound, so the length is an upper bound; positions are unknown"
+        text = "the number of steps is a lower bound if each step drafts, so the length is an upper bound; "
+        text += "positions are unknown"
         note = Notice(text, id="length-is-upper-bound")
         return _summary(counts, len(sums), num_tokens, "answers bring sums, not steps"), "timings", [note]
     none = _summary(AcceptanceCounts(facts.num_draft_tokens or 0), len(answers), num_tokens, "no verify steps")

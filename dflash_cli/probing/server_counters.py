@@ -66,7 +66,7 @@ class ServerCounters:
     def since(self, before: "ServerCounters") -> "ServerCounters | None":
         """The rise of the counters after `before`; None if a counter fell, because the server restarted."""
         values = {name: _rise(getattr(before, name), getattr(self, name)) for name in SCALARS}
-        # llama.cpp creates a position's counter at its first accepted token.
+        # llama.cpp shows positions from the first drafted answer on.
         known = before.per_pos_accepted + (0,) * (len(self.per_pos_accepted) - len(before.per_pos_accepted))
         positions = tuple(now - was for was, now in zip(known, self.per_pos_accepted, strict=False))
         has_fallen = any(value is not None and value < 0 for value in (*values.values(), *positions))
@@ -182,9 +182,12 @@ def _resolution(text: str, names: Mapping[str, str]) -> int:
     """The smallest rise that all counters of a text show, by the digits of its numbers with an exponent.
 
     Python prints `123.0` and all digits of larger numbers. A printer is taken as exact if one number has more digits
-    than C++ streams print.
+    than C++ streams print. Positions do not count: llama.cpp prints them as whole numbers, and others as floats.
     """
-    lines = [line for line in text.splitlines() if line.startswith(tuple(names.values()))]
+    positions = names.get("per_pos_accepted", " ")
+    lines = [
+        line for line in text.splitlines() if line.startswith(tuple(names.values())) and not line.startswith(positions)
+    ]
     values = [found[1] for line in lines if (found := VALUE.search(line))]
     sizes = [(len(found[1] + found[2]), int(found[3])) for value in values if (found := EXPONENT.fullmatch(value))]
     is_exact = any(map(WHOLE.fullmatch, values)) or any(digits > STREAM_DIGITS for digits, _ in sizes)

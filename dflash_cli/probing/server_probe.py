@@ -238,7 +238,7 @@ def _try_out(server: InferenceServer, asking: ServerRequest, looks: Sequence[Ser
         UnsupportedError: the server does not report acceptance.
     """
     facts = next((item for item in looks if item.is_drafting), looks[-1])
-    steps, num_draft_tokens = None, None
+    steps, num_draft_tokens, method = None, None, None
     for row in asking.rows:
         try:
             prompt_ids = Conversation(row).next_prompt(asking.tokenizer, chat=asking.chat)
@@ -246,9 +246,11 @@ def _try_out(server: InferenceServer, asking: ServerRequest, looks: Sequence[Ser
         except RequestError:
             continue  # the run reports this prompt's error
         steps, num_draft_tokens = served.steps or served.num_drafted, served.num_draft_tokens
+        method = served.method
         break
-    if facts.is_drafting or steps is not None:
-        return replace(facts, is_drafting=True, num_draft_tokens=facts.num_draft_tokens or num_draft_tokens)
+    if facts.is_drafting or steps is not None or method is not None:
+        known = facts.num_draft_tokens or num_draft_tokens
+        return replace(facts, is_drafting=True, num_draft_tokens=known, method=facts.method or method)
     if facts.is_drafting is False or server.counters() is None:
         release = f" {facts.release}" if facts.release else ""
         raise UnsupportedError(

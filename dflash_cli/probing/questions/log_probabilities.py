@@ -21,7 +21,7 @@ Pairs = list[tuple[float, float]]
 @QUESTIONS.register("log-probabilities")
 def ask(session: QuestionSession) -> Outcome:
     """A finding if log-probabilities of drafted tokens are wrong."""
-    if not (session.server.can_score or session.server.can_switch_off):
+    if not (session.server.can_score or session.server.can_answer_plainly):
         raise NotJudged("the server gives no log-probabilities without drafts")
     answers = [_pairs(session, prompt_ids) for prompt_ids in session.prompts[:NUM_ANSWERS]]
     later = [pair for pairs in answers for pair in pairs[1:]]
@@ -60,5 +60,5 @@ def _pairs(session: QuestionSession, prompt_ids: tuple[int, ...]) -> Pairs:
 
 def _told(session: QuestionSession, prompt_ids: tuple[int, ...], variant: Variant) -> list[tuple[int, float]]:
     found = session.server.told_logprobs(prompt_ids, Asked(max_new_tokens=ANSWER_LEN), variant)
-    session.charge(len(prompt_ids) + len(found))
+    session.charge(len(prompt_ids) + len(found), session.server.num_requests_of(len(found), variant))
     return found

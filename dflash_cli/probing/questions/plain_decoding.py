@@ -13,16 +13,18 @@ from dflash_cli.probing.token_equality import TokenDifference, TokenEquality, To
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import plural
 
-NUM_ANSWERS = 16
+NUM_ANSWERS, NUM_IN_PIECES = 16, 8
+"""Answers to compare, and how many if the server needs several requests for one without drafts."""
 
 
 @QUESTIONS.register("plain-decoding")
 def ask(session: QuestionSession) -> Outcome:
     """A finding if answers hold tokens that the target alone would not have taken."""
-    texts = session.greedy_texts(NUM_ANSWERS)
+    is_in_pieces = session.server.can_answer_plainly and not session.server.can_switch_off
+    texts = session.greedy_texts(NUM_IN_PIECES if is_in_pieces else NUM_ANSWERS)
     if session.server.can_score:
         equality = _against_scores(session, texts)
-    elif session.server.can_switch_off:
+    elif session.server.can_answer_plainly:
         equality = _against_plain(session, texts)
     else:
         raise NotJudged("the server neither scores tokens nor switches drafts off")

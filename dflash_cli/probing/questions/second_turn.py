@@ -38,7 +38,7 @@ class TwoTurns:
 @QUESTIONS.register("second-turn")
 def ask(session: QuestionSession) -> Outcome:
     """Findings about second turns."""
-    if not (session.server.can_score or session.server.can_switch_off):
+    if not (session.server.can_score or session.server.can_answer_plainly):
         raise NotJudged("the server neither scores tokens nor computes a prompt without its cache")
     found = _converse(session, FIRST)
     findings = list(_not_cached(session, found))

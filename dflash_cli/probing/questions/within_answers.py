@@ -87,7 +87,8 @@ def _see_last_quarters(session: QuestionSession, answers: Sequence[Answer], seen
 
 def _ask_one_step(session: QuestionSession, answers: Sequence[Answer], seen: str) -> Outcome:
     """Whether the first step after the prompt is good and later ones are not."""
-    size = min(START, (session.facts.num_draft_tokens or START) + 1)
+    known = session.facts.num_draft_tokens or session.first.total.counts.num_speculative_tokens
+    size = min(START, (known or START) + 1)
     splits = [_split(session, answer, size) for answer in answers]
     found = [item for item in splits if item is not None]
     if len(found) < MIN_ANSWERS:

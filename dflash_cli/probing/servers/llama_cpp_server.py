@@ -1,16 +1,22 @@
-"""llama.cpp's server. Sources: `tools/server/server-task.cpp` and `tools/server/README.md` of llama.cpp, pull requests
-24536 and 26389.
+"""llama.cpp's server. Sources: `tools/server/server-task.cpp`, `server-context.cpp`, `server-common.cpp` and
+`server-schema.cpp` of llama.cpp, 24 August 2026.
 
 An answer's `timings` have the numbers of drafted and accepted tokens, but neither steps nor positions. With `--metrics`
 the server counts steps and positions over all requests. If requests come one at a time, the rise of the counters
 belongs to one answer.
 
-Without `--metrics` only a lower bound of the number of steps is known. Each step adds one token that was not drafted,
-and drafts at most K tokens. The length is therefore an upper bound.
+Without `--metrics` only a lower bound of the number of steps is known, and only if each step drafts. A step adds one
+token that was not drafted, and drafts at most K tokens. The last token may come without a draft. The length is
+therefore an upper bound.
+
+`/props` shows defaults in place of the settings of drafting. The settings of each answer are the server's own.
+Releases that list `speculative.n_max` there let a request change it. Later ones always draft, but not in answers of
+two tokens: a draft must leave room for the target's own token.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, ClassVar
 
@@ -24,15 +30,19 @@ from dflash_cli.probing.inference_server import (
     Variant,
     ids_of,
 )
-from dflash_runtime.json_values import as_object
+from dflash_runtime.json_values import as_object, is_int
 
 COMPLETION, TOKENIZE, TEMPLATE = "/completion", "/tokenize", "/apply-template"
 NO_DRAFT = ("", "none")
+METHODS, MOST = ("speculative.types", "speculative.type"), "speculative.n_max"
+"""Settings of an answer: the method of drafting, by its names of two releases, and K of earlier releases."""
+PIECE = 2
+"""Tokens of the longest answer that is not drafted."""
 
 
 @SERVERS.register("llama.cpp")
 class LlamaCppServer(InferenceServer):
-    """Reads from `/props` whether a draft is configured, because the counters exist with and without a draft."""
+    """Reads from `/slots` whether the server can draft, because the counters exist with and without a draft."""
 
     name = "llama.cpp"
     title = "llama.cpp"
@@ -48,46 +58,77 @@ class LlamaCppServer(InferenceServer):
     neutral: ClassVar[Mapping[str, Any]] = {
         "repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0,
     }  # fmt: skip
-    plain_fields: ClassVar[Mapping[str, Any]] = {"speculative.n_max": 0}
+    can_answer_plainly = True
     how_to_report = "--model-draft and --metrics"
     how_to_report_steps = "--metrics, and ask with --concurrency 1"
 
-    _num_draft_tokens: int | None = None
+    _takes_most = False
+    """Whether an answer listed MOST, so that requests can change it."""
+
+    @property
+    def plain_fields(self) -> Mapping[str, Any]:
+        return {MOST: 0} if self._takes_most else {}
+
+    def num_requests_of(self, num_tokens: int, variant: Variant) -> int:
+        return math.ceil(num_tokens / PIECE) if variant.is_plain and not self.plain_fields else 1
 
     def describe(self) -> ServerFacts:
-        props = self.find("/props")
-        params = as_object(as_object(props.get("default_generation_settings")).get("params"))
-        kind = params.get("speculative.type", params.get("speculative.types"))
-        kind = ",".join(map(str, kind)) if isinstance(kind, list) else kind
-        is_drafting = None if kind is None else kind not in NO_DRAFT
-        facts = ServerFacts(
+        props, slots = self.find("/props"), self._drafting_slots()
+        return ServerFacts(
             engine=self.name,
             release=props.get("build_info"),
             model=self.model,
             target=props.get("model_path"),
-            method=kind if is_drafting else None,
-            is_drafting=is_drafting,
-            num_draft_tokens=params.get("speculative.n_max") if is_drafting else None,
+            is_drafting=any(slots) if slots else None,
             max_concurrency=props.get("total_slots"),
             max_len=as_object(props.get("default_generation_settings")).get("n_ctx"),
             cache_block=1,
-            undrafted_slots=self._undrafted_slots(),
+            undrafted_slots=slots.count(False) if any(slots) else None,
         )
-        self._num_draft_tokens = facts.num_draft_tokens
-        return facts
 
-    def _undrafted_slots(self) -> int | None:
-        """How many slots cannot draft, by `/slots`; None if the server shows none, or none that can."""
+    def _drafting_slots(self) -> list[bool]:
+        """Whether each slot can draft, by `/slots`; empty if the server does not show it."""
         slots = self.client.find("/slots")
         flags = [as_object(item).get("speculative") for item in slots] if isinstance(slots, list) else []
-        return flags.count(False) if True in flags else None
+        return [flag for flag in flags if isinstance(flag, bool)]
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
-        return self.post(COMPLETION, self._body(prompt_ids, asked, variant), self._read_answer)
+        if self.num_requests_of(asked.max_new_tokens, variant) == 1:
+            return self.post(COMPLETION, self._body(prompt_ids, asked, variant), self._read_answer)
+        found = self._pieces(prompt_ids, asked, variant)
+        pieces = [self.read(self._read_answer, item, COMPLETION) for item in found]
+        return replace(
+            pieces[0],
+            token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+            text="".join(piece.text for piece in pieces),
+            finish_reason=pieces[-1].finish_reason,
+            num_drafted=sum(piece.num_drafted or 0 for piece in pieces) or None,
+            decode_ms=None,
+        )
+
+    def _pieces(
+        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant, **more: Any
+    ) -> Iterator[Mapping[str, Any]]:
+        """An answer without drafts, by requests of PIECE tokens.
+
+        The first reads no cache. The others go on in its slot, which holds no key of a drafted token.
+        """
+        ids, end = list(prompt_ids), len(prompt_ids) + asked.max_new_tokens
+        while len(ids) < end:
+            body = self._body(ids, replace(asked, max_new_tokens=min(PIECE, end - len(ids))), variant)
+            document = self.post(COMPLETION, {**body, **more}, as_object)
+            yield document
+            ids += (found := self.read(ids_of, document, COMPLETION))
+            if not found or document.get("stop_type") != "limit":
+                return
+            more |= {"cache_prompt": True, "id_slot": document.get("id_slot", -1)}
 
     def told_logprobs(
         self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
     ) -> list[tuple[int, float]]:
+        if self.num_requests_of(asked.max_new_tokens, variant) > 1:
+            pieces = self._pieces(prompt_ids, asked, variant, n_probs=1)
+            return [pair for item in pieces for pair in self.read(_read_told, item, COMPLETION)]
         return self.post(COMPLETION, {**self._body(prompt_ids, asked, variant), "n_probs": 1}, _read_told)
 
     def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
@@ -104,39 +145,43 @@ class LlamaCppServer(InferenceServer):
         }
 
     def _read_answer(self, document: Any) -> ServedAnswer:
-        timings = document["timings"]
+        timings, settings = document["timings"], as_object(document.get("generation_settings"))
+        self._takes_most |= MOST in settings
+        method = next((settings[name] for name in METHODS if name in settings), None)
+        num_draft_tokens = settings.get(MOST) if is_int(settings.get(MOST)) else None
         return ServedAnswer(
             token_ids=tuple(ids_of(document)),
             text=document["content"],
             finish_reason="length" if document.get("stop_type") == "limit" else "stop",
-            num_steps=self._least_steps(timings),
+            num_steps=_least_steps(timings, num_draft_tokens),
             num_accepted=timings.get("draft_n_accepted"),
             num_drafted=timings.get("draft_n"),
+            num_draft_tokens=num_draft_tokens,
             num_cached=timings.get("cache_n"),
             num_prompt=document.get("tokens_evaluated"),
             decode_ms=timings.get("predicted_ms"),
+            method=None if method in NO_DRAFT else method,
         )
-
-    def _least_steps(self, timings: Mapping[str, Any]) -> int | None:
-        if not timings.get("draft_n"):
-            return None
-        num_drafted: int = timings["draft_n"]
-        undrafted: int = timings["predicted_n"] - 1 - timings["draft_n_accepted"]
-        return max(1, undrafted, math.ceil(num_drafted / (self._num_draft_tokens or num_drafted)))
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
         body = {"prompt": list(text_ids), "n_predict": 1, "temperature": 0, "n_probs": 5, "cache_prompt": False}
         return self.post(COMPLETION, body, _read_logprobs)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenize(text, add_special=True)
+        return self.post(TOKENIZE, {"content": text, "add_special": True, "parse_special": True}, ids_of)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        """The server takes the first special token off the rendered text, and adds it as to any text."""
         body = {"messages": list(messages), "chat_template_kwargs": dict(options)}
-        return self._tokenize(self.post(TEMPLATE, body, itemgetter("prompt")), add_special=False)
+        return self.encode(self.post(TEMPLATE, body, itemgetter("prompt")))
 
-    def _tokenize(self, text: str, *, add_special: bool) -> list[int]:
-        return self.post(TOKENIZE, {"content": text, "add_special": add_special, "parse_special": True}, ids_of)
+
+def _least_steps(timings: Mapping[str, Any], num_draft_tokens: int | None) -> int | None:
+    if not timings.get("draft_n"):
+        return None
+    num_drafted: int = timings["draft_n"]
+    undrafted: int = timings["predicted_n"] - 1 - timings["draft_n_accepted"]
+    return max(1, undrafted - 1, math.ceil(num_drafted / (num_draft_tokens or num_drafted)))
 
 
 def _read_told(document: Any) -> list[tuple[int, float]]:

@@ -31,7 +31,10 @@ PROPOSED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_toke
 
 @SERVERS.register("sglang")
 class SglangServer(InferenceServer):
-    """Drafts if it names an algorithm of speculation. Its number of draft tokens includes the anchor: K + 1."""
+    """Drafts if it names an algorithm of speculation. Its number of draft tokens includes the anchor: K + 1.
+
+    `context_length` is an option, null by default. `max_req_input_len` is what the server holds, less a few tokens.
+    """
 
     name = "sglang"
     title = "SGLang"
@@ -63,7 +66,7 @@ class SglangServer(InferenceServer):
             draft=found.get("speculative_draft_model_path"),
             method=found.get("speculative_algorithm"),
             max_concurrency=found.get("max_running_requests"),
-            max_len=found.get("context_length"),
+            max_len=found.get("max_req_input_len", found.get("context_length")),
             kv_dtype=found.get("kv_cache_dtype"),
             has_prefix_cache=_opposite(found.get("disable_radix_cache")),
             cache_block=found.get("page_size"),
@@ -121,7 +124,7 @@ def _read_answer(document: Any) -> ServedAnswer:
     return ServedAnswer(
         token_ids=tuple(ids_of(document, "output_ids")),
         text=document["text"],
-        finish_reason="length" if meta["finish_reason"]["type"] == "length" else "stop",
+        finish_reason=meta["finish_reason"]["type"],
         steps=ServedSteps.of_histogram(histogram) if histogram else None,
         num_steps=meta.get("spec_verify_ct"),
         num_accepted=_first(meta, ACCEPTED),

@@ -52,13 +52,6 @@ INFO = "/server_info"
 NAMES = {"model_path": "org/Chat-8B-Thinking", "speculative_draft_model_path": "org/Chat-8B-Instruct-DFlash"}
 
 
-def lookup(style: str) -> Telling:
-    if style == "sglang":
-        return Telling(**S, rate=0.05, told={INFO: {"speculative_algorithm": "NGRAM"}})
-    params = {"speculative.types": ["ngram-simple", "ngram-mod"], "speculative.n_max": 7}
-    return Telling(**L, ends_after=9, told={"/props": {"default_generation_settings": {"params": params}}})
-
-
 class Dev(Script):
     """vLLM in development mode shows its settings."""
 
@@ -94,8 +87,11 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "26 llama.cpp": (partial(SecondTurn, **L), {"second-turn-changes-answers"}),
     "26 acceptance": (partial(SecondTurn, **S, turn="draftless"), {"second-turn-lowers-acceptance"}),
     "27": (partial(Telling, **L, slots=(True, False, False, False)), {"partly-drafted"}),
-    "28 llama.cpp": (partial(lookup, "llama.cpp"), {"drafts-by-lookup"}),
-    "28 sglang": (partial(lookup, "sglang"), {"drafts-by-lookup"}),
+    "28 llama.cpp": (partial(Script, **L, ends_after=9, method="ngram-simple,ngram-mod"), {"drafts-by-lookup"}),
+    "28 sglang": (
+        partial(Telling, **S, rate=0.05, told={INFO: {"speculative_algorithm": "NGRAM"}}),
+        {"drafts-by-lookup"},
+    ),
     "29": (partial(OddAnswers, **S, token=100), {"answers-repeat-one-token"}),
     "30": (partial(OddAnswers, **V, cap=40), {"answers-cut-short"}),
     "31": (partial(OddAnswers, **V, surplus=3), {"answers-past-limit"}),
@@ -107,12 +103,16 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "33 ended under load": (partial(Script, **S, ends_after=20), {"partly-drafted"}),
     "34": (partial(Telling, **S, told={INFO: {"speculative_accept_threshold_acc": 0.35}}), {"verification-lossy"}),
     "34 vllm": (partial(Dev, **V), {"verification-lossy"}),
-    "35": (partial(Timed, **L, step_ms=12.0, noise=0.2), {"drafts-slower-than-none"}),
+    "35": (partial(Timed, **L, old_names=True, step_ms=12.0, noise=0.2), {"drafts-slower-than-none"}),
     "36": (partial(Wide, **V, streams="replaced"), {"streamed-characters-broken"}),
     "36 dropped": (partial(Wide, **L, streams="dropped"), {"streamed-characters-broken"}),
     "37": (partial(FirstStep, **V), {"acceptance-falls-within-answers"}),
     "37 steps": (partial(FirstStep, **STEPS, first=0.6), {"acceptance-falls-within-answers"}),
-    "37 llama.cpp": (partial(FirstStep, **L, has_metrics=False), {"acceptance-falls-within-answers"}),
+    "37 llama.cpp": (partial(FirstStep, **L), {"acceptance-falls-within-answers"}),
+    "37 llama.cpp without metrics": (
+        partial(FirstStep, **L, old_names=True, has_metrics=False),
+        {"acceptance-falls-within-answers"},
+    ),
     "32 pieces": (partial(OddAnswers, **L, loses="pieces"), {"text-stream-broken"}),
     "38": (partial(Miscounted, **V), {"counters-contradict"}),
     "38 llama.cpp": (partial(Miscounted, **L), {"counters-contradict"}),
@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "45": (partial(Script, **S, json="goes on"), {"structured-output-broken"}),
     "46": (partial(OddAnswers, **S, misses="c"), {"stop-string-missed"}),
     "47": (partial(Bonus, **L), {"counters-contradict"}),
-    "47 without metrics": (partial(Bonus, **L, has_metrics=False), {"counters-contradict"}),
+    "47 without metrics": (partial(Bonus, **L, old_names=True, has_metrics=False), {"counters-contradict"}),
     "48": (partial(Named, **V, has_store=True, reports="summary"), {"answers-from-a-store"}),
     "48 without metrics": (partial(Named, **STEPS, has_store=True, has_metrics=False), {"answers-from-a-store"}),
     "49": (
@@ -160,7 +160,7 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "57 llama.cpp": (partial(CallsAtTimes, **L, num_calls=1), {"tool-call-broken"}),
     "58": (partial(NarrowWhenLong, **L), {"acceptance-falls-with-context"}),
     "59": (partial(FailsLate, **STEPS), {"acceptance-falls-within-answers"}),
-    "60": (partial(Script, **L, replicas=2, unlike={"k": 3}), {"several-replicas", "unlike-replicas"}),
+    "60": (partial(Script, **L, replicas=2, unlike={"k": 3, "num_slots": 2}), {"several-replicas", "unlike-replicas"}),
 }
 
 

@@ -51,7 +51,6 @@ HEALTHY: dict[str, dict[str, Any]] = {
 }
 
 
-PROPS = {"default_generation_settings": {"params": {"speculative.types": ["draft-dflash", "ngram-mod"]}}}
 EXACT = {
     "speculative_accept_threshold_single": 1.0,
     "speculative_accept_threshold_acc": 1.0,
@@ -63,9 +62,10 @@ SOUND: dict[str, Script] = {
     **{name: Script(**changes) for name, changes in HEALTHY.items()},
     "answers that start with set phrases and go on at a weak level": Fading(**S, rate=0.95, fade=0.98),
     "a penalty by default within rounding": WithDefaults(**V, penalised=0.2),
-    "a draft and a lookup": Telling(**L, told={"/props": PROPS}),
+    "a draft and a lookup": Script(**L, method="draft-dflash,ngram-mod"),
+    "llama.cpp of an earlier release": Script(**L, old_names=True),
     "exact thresholds": Telling(**S, told={"/server_info": EXACT}),
-    "drafts as fast as none, with noise": Timed(**L, step_ms=5.4, noise=1.0),
+    "drafts as fast as none, with noise": Timed(**L, old_names=True, step_ms=5.4, noise=1.0),
     "characters of several tokens": Wide(**V),
     "all slots draft": Telling(**L, slots=(True, True)),
     "reasoning in its own field": Thinking(**S),

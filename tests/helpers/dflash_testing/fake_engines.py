@@ -23,6 +23,7 @@ class Text:
     is_stopped: bool = False
     text: str = "..."
     num_cached: int = 0
+    num_prompt: int = 9
 
     def cut(self, num_tokens: int) -> "Text":
         """The answer with a limit: the steps that are done until then."""
@@ -77,7 +78,8 @@ class FakeEngine:
     worse_loaded   how many fewer drafts are accepted while more than one request runs
     changes_at     the position at which an answer differs while more than one request runs
     gap            nats between the two tokens at that position
-    old_names      use SGLang's names of earlier releases
+    old_names      use the names of earlier releases of SGLang and llama.cpp, and their way to switch drafts off
+    method         the method of drafting that answers of llama.cpp name
     metrics_text   the text of the metrics, in place of the server's own
     missing        names that the metrics leave out
     k              configured draft tokens per step
@@ -106,6 +108,7 @@ class FakeEngine:
     changes_at: int | None = None
     gap: float = 0.05
     old_names: bool = False
+    method: str = "draft-dflash"
     key: str | None = None
     metrics_text: str | None = None
     missing: tuple[str, ...] = ()
@@ -150,7 +153,8 @@ class FakeEngine:
         with self.lock:
             is_seen = prompt in self.seen
             self.seen.add(prompt)
-        return replace(text, num_cached=(len(prompt) - 1) // self.block * self.block if is_seen else 0)
+        cached = (len(prompt) - 1) // self.block * self.block if is_seen else 0
+        return replace(text, num_cached=cached, num_prompt=len(prompt))
 
     def likeliest(self, ids: Ids) -> dict[int, float]:
         """Return the log probabilities of the next token of a text that begins with a known prompt."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.probing.http_client import HttpClient
-from dflash_cli.probing.inference_server import SERVERS, Asked, server_engines
+from dflash_cli.probing.inference_server import SERVERS, Asked, Variant, server_engines
 from dflash_cli.probing.server_counters import read_metrics
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.documents import to_json
@@ -18,6 +18,7 @@ from dflash_testing.fake_engines import FakeEngine, make_text
 from dflash_testing.reader_fuzzing import Read, Reader, as_json
 from dflash_testing.server_forms import METRICS, documents, llama_answer, sglang_answer, vllm_answer
 
+PLAIN = Variant(is_plain=True)
 CALL = {"index": 0, "function": {"name": "f", "arguments": '{"a": 1}'}}
 TOOL_CALL = {
     "choices": [{"message": {"content": None, "tool_calls": [CALL]}, "finish_reason": "tool_calls"}],
@@ -72,6 +73,8 @@ def _answers_of(engine: str) -> Read:
         json.dumps(to_json(server.describe()), allow_nan=False)
         for ask in (
             lambda: server.answer([1], Asked(max_new_tokens=1)),
+            lambda: server.answer([1], Asked(max_new_tokens=3), PLAIN),
+            lambda: server.told_logprobs([1], Asked(max_new_tokens=3), PLAIN),
             lambda: server.next_logprobs([1]),
             lambda: server.encode("a"),
             lambda: server.score([1], [2, 3]) if server.can_score else None,

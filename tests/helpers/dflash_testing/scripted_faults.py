@@ -98,15 +98,16 @@ class SecondTurn(Script):
 
 @dataclass
 class Telling(Script):
-    """What the server tells of itself differs in `told`: path -> changed fields of the document."""
+    """The server describes itself otherwise: `told` has the changed fields of a path's document, or None without it."""
 
-    told: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    told: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
     slots: tuple[bool, ...] = ()
 
     def as_document(self, path: str, document: Any) -> Any:
         if path == "/slots" and self.slots:
             return [{"id": place, "speculative": drafts} for place, drafts in enumerate(self.slots)]
-        return document | self.told[path] if document and path in self.told else document
+        changes = self.told.get(path, {})
+        return None if changes is None else document | changes if changes and document else document
 
     def steps(self, ids: Ids, num_tokens: int, rate: float) -> Ids:
         """Only some slots draft. Requests take slots in turn."""

@@ -25,7 +25,7 @@ def is_long(path: str, body: Mapping[str, Any]) -> bool:
 
 @dataclass
 class Rounded(Script):
-    """Counters of a server that has run for weeks, printed with six digits."""
+    """Counters of a server that has run for weeks, printed with six digits. Positions have all their digits."""
 
     def reset(self) -> None:
         super().reset()
@@ -37,7 +37,8 @@ class Rounded(Script):
     def as_metrics(self, text: str) -> str:
         lines = [line.rpartition(" ") for line in text.splitlines()]
         return "".join(
-            f"{name} {value}\n" if name.startswith("#") else f"{name} {float(value):.6g}\n" for name, _, value in lines
+            f"{name} {value}\n" if name.startswith("#") or "_per_pos" in name else f"{name} {float(value):.6g}\n"
+            for name, _, value in lines
         )
 
 

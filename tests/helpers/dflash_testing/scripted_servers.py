@@ -129,11 +129,14 @@ class Script(FakeEngine):
         is_warm = number > 1 and uses_cache and is_long
         is_loaded = number == 2 and not is_long
         finds = is_warm and self.cache not in ("off", "unused")
-        tokens = list(self.tokens(ids, num_tokens))
+        begun = self.prompt_of(ids) if is_plain else ids
+        done = len(ids) - len(begun)
+        tokens = list(self.tokens(begun, done + num_tokens))
         if self.is_sampled:
             draw = random.Random(self.sampling_seed)
             tokens = [token + draw.randrange(3) for token in tokens]
-        if (is_warm and self.cache == "wrong") or (is_plain and self.split_nats) or (is_loaded and self.loaded_split):
+        is_other = (is_warm and self.cache == "wrong") or (is_plain and self.split_nats)
+        if (is_other or (is_loaded and self.loaded_split)) and len(tokens) > SPLIT:
             tokens[SPLIT] += number if self.is_unsteady else 1
         rate = self.rate if not is_loaded or self.loaded_rate is None else self.loaded_rate
         rate = self.long_rate if is_long and self.long_rate is not None else rate
@@ -141,7 +144,8 @@ class Script(FakeEngine):
         is_off = is_plain or (is_loaded and self.off_loaded) or len(ids) >= (self.undrafted_from or math.inf)
         accepted = () if is_off else self.steps(ids, num_tokens, rate)
         cached = (len(ids) - 1) // self.block * self.block if finds else self.find_turn(ids) if uses_cache else 0
-        return self.counted(Text(tuple(tokens), accepted, num_cached=cached))
+        tokens = tokens[done:]
+        return self.counted(Text(tuple(tokens), accepted, num_cached=cached, num_prompt=len(ids)))
 
     @property
     def is_sampled(self) -> bool:
@@ -204,7 +208,7 @@ class Script(FakeEngine):
         return {token: -0.1, token + 1: -0.1 - gap, 5: -9.0}
 
     def prompt_of(self, ids: Ids) -> Ids:
-        return max((item for item in self.num_asked if ids[: len(item)] == item), key=len)
+        return max((item for item in list(self.num_asked) if ids[: len(item)] == item), key=len, default=ids)
 
     def json_answer(self, ids: Ids, *, is_plain: bool) -> Text:
         is_broken = self.json == "broken" or (self.json == "broken with drafts" and not is_plain)
@@ -334,7 +338,7 @@ def _complete(script: Script, body: Mapping[str, Any]) -> Any:
     sampling = body.get("sampling_params", {})
     ids = tuple(body.get("prompt") or body.get("input_ids") or ())
     num_tokens = body.get("max_tokens") or body.get("n_predict") or sampling.get("max_new_tokens")
-    is_plain = body.get("speculative.n_max") == 0
+    is_plain = is_undrafted(script, body, num_tokens)
     if any(body.get(name) for name in ("logprobs", "n_probs", "return_logprob", "prompt_logprobs")):
         return _logprobs(script, ids, body) if num_tokens == 1 else _told(script, ids, num_tokens, is_plain=is_plain)
     if any(holder.get(name) for holder in (body, sampling) for name in ("response_format", "json_schema")):
@@ -346,12 +350,20 @@ def _complete(script: Script, body: Mapping[str, Any]) -> Any:
     return ANSWERS[script.style](script, text)
 
 
+def is_undrafted(script: Script, body: Mapping[str, Any], num_tokens: int) -> bool:
+    """Whether a request gets no draft: by its field, or from llama.cpp because its answer is too short for one."""
+    if script.style != "llama.cpp" or script.old_names:
+        return body.get("speculative.n_max") == 0
+    return num_tokens <= 2
+
+
 def _told(script: Script, ids: Ids, num_tokens: int, *, is_plain: bool) -> Any:
     """An answer of several tokens with their log-probabilities."""
     if not script.has_scores:
         raise RequestError("answered 400: no log-probabilities", id="server-refused", found=400)
     text = script.complete(ids, num_tokens, is_plain=is_plain, uses_cache=False)
-    own = [item[token] for item, token in zip(script.scores(ids + text.token_ids), text.token_ids, strict=True)]
+    scores = script.scores(ids + text.token_ids)[-len(text.token_ids) :]
+    own = [item[token] for item, token in zip(scores, text.token_ids, strict=True)]
     told = own if is_plain else [script.told_logprob(place, value) for place, value in enumerate(own)]
     answer, pairs = ANSWERS[script.style](script, text), list(zip(text.token_ids, told, strict=True))
     if script.style == "vllm":

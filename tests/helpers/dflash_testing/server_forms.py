@@ -1,7 +1,7 @@
 """Documents, answers and texts of metrics, in the shape that each engine prints them.
 
-`prometheus_client` is behind the metrics of vLLM and SGLang, and adds `_total`, `_created` and labels; llama.cpp's
-are as `server-task.cpp` writes them.
+`prometheus_client` is behind the metrics of vLLM and SGLang, and adds `_total` and labels; vLLM's have `_created` too.
+llama.cpp's are as `server-task.cpp` writes them.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,6 +9,8 @@ from typing import Any
 
 from dflash_testing.fake_engines import FakeEngine, Text
 
+NAME = "speculative.types"
+"""llama.cpp's methods of drafting in the settings of an answer."""
 PATHS = {"vllm": "/v1/completions", "sglang": "/generate", "llama.cpp": "/completion"}
 
 
@@ -42,19 +44,23 @@ def documents(engine: FakeEngine) -> dict[str, Any]:
             "speculative_algorithm": "DFLASH" if engine.has_draft else None,
             "speculative_num_draft_tokens": engine.k + 1 if engine.has_draft else None,
             "speculative_draft_model_path": "org/draft" if engine.has_draft else None,
-            "max_running_requests": 256,
-            "context_length": 8192,
+            "max_running_requests": 48,
+            "context_length": None,
+            "max_req_input_len": 8186,
             "kv_cache_dtype": engine.kv_dtype,
             "disable_radix_cache": engine.cache == "off",
             "page_size": engine.block,
         }
     else:
-        params = {"speculative.type": "draft-dflash" if engine.has_draft else "none", "speculative.n_max": engine.k}
+        # The parameters are defaults, whatever the server does.
+        params = {"speculative.type": "none", "speculative.n_max": 16} if engine.old_names else {NAME: "none"}
         found["/props"] = {
             "default_generation_settings": {"params": params, "n_ctx": 8192},
             "total_slots": engine.num_slots,
             "build_info": "b10902-0a1b2c3",
         }
+        slot = {"n_ctx": 8192, "speculative": engine.has_draft, "is_processing": False}
+        found["/slots"] = [{"id": place, **slot} for place in range(engine.num_slots)]
     return found
 
 
@@ -92,8 +98,11 @@ def vllm_steps(engine: FakeEngine, text: Text) -> dict[str, Any]:
 
 def sglang_answer(engine: FakeEngine, text: Text) -> dict[str, Any]:
     meta: dict[str, Any] = {
-        "finish_reason": {"type": "stop" if text.is_stopped else "length"},
-        "prompt_tokens": 9,
+        "id": f"r{engine.num_answers}",
+        "finish_reason": {"type": "stop", "matched": text.token_ids[-1]}
+        if text.is_stopped
+        else {"type": "length", "length": len(text.token_ids)},
+        "prompt_tokens": text.num_prompt,
         "completion_tokens": len(text.token_ids),
         "cached_tokens": text.num_cached,
     }
@@ -111,16 +120,22 @@ def sglang_answer(engine: FakeEngine, text: Text) -> dict[str, Any]:
 
 
 def llama_answer(engine: FakeEngine, text: Text) -> dict[str, Any]:
-    timings: dict[str, Any] = {"prompt_n": 9, "predicted_n": len(text.token_ids), "predicted_ms": 12.5}
-    timings["cache_n"] = text.num_cached
+    timings: dict[str, Any] = {"cache_n": text.num_cached, "prompt_n": text.num_prompt - text.num_cached}
+    timings |= {"predicted_n": len(text.token_ids), "predicted_ms": 12.5}
     if text.accepted:
         timings |= {
             "draft_n": (engine.drafted or engine.k) * len(text.accepted),
             "draft_n_accepted": sum(text.accepted),
         }
+    method = engine.method if engine.has_draft else "none"
+    settings = {"speculative.type": method, "speculative.n_max": engine.k} if engine.old_names else {NAME: method}
     return {
         "content": text.text,
         "tokens": list(text.token_ids),
+        "id_slot": 0,
+        "tokens_predicted": len(text.token_ids),
+        "tokens_evaluated": text.num_prompt,
+        "generation_settings": settings,
         "stop_type": "eos" if text.is_stopped else "limit",
         "timings": timings,
     }
@@ -177,22 +192,21 @@ def vllm_metrics(engine: FakeEngine) -> str:
 
 
 def sglang_metrics(engine: FakeEngine) -> str:
-    labels, counts = 'model_name="org/model",tp_rank="0"', engine.counts
-    return "\n".join(
-        [
-            *family("sglang:num_requests", "Number of requests processed.", {labels: counts["requests"]}),
-            *family("sglang:generation_tokens", "Number of generation tokens processed.", {labels: counts["tokens"]}),
-            *family(
-                "sglang:spec_verify_calls",
-                "Number of speculative decoding verification calls.",
-                {labels: counts["drafts"]},
-            ),
-            "# HELP sglang:spec_accept_length Mean acceptance length of speculative decoding.",
-            "# TYPE sglang:spec_accept_length gauge",
-            f"sglang:spec_accept_length{{{labels}}} 3.25",
-            "",
-        ]
-    )
+    """Several processes write them. A counter is there from its first rise on."""
+    labels, counts = 'engine_type="unified",model_name="org/model"', engine.counts
+    streamed, cached = f'{labels},is_streaming="false"', f'cache_source="device",{labels}'
+    rows = [
+        ("num_requests", streamed, counts["requests"]),
+        ("generation_tokens", streamed, counts["tokens"]),
+        ("spec_verify_calls", labels, 0 if engine.old_names else counts["drafts"]),
+        ("cached_tokens", cached, counts["cached"]),
+    ]
+    lines = []
+    for name, own, value in rows:
+        head = [f"# HELP sglang:{name}_total Multiprocess metric", f"# TYPE sglang:{name}_total counter"]
+        lines += [*head, f"sglang:{name}_total{{{own}}} {float(value)}"] if value else []
+    head = ["# HELP sglang:spec_accept_length Multiprocess metric", "# TYPE sglang:spec_accept_length gauge"]
+    return "\n".join([*lines, *head, f"sglang:spec_accept_length{{{labels}}} 3.25", ""])
 
 
 def family(name: str, text: str, values: Mapping[str, int]) -> list[str]:
