@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.early_launch import early, wait_for_launches_before
+from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch_config import argmax_shape, ceil_div, jit, power_of_2, tl
 from dflash_kernels.logit_tiles import check_logits, first_id, load_maxes, load_raw, without_nans
 
@@ -34,6 +34,7 @@ def _tile_kernel(
     TILE_V: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     token = tile * TILE_V + tl.arange(0, TILE_V)
@@ -52,6 +53,7 @@ def _combine_kernel(
     tile_maxes, tile_sums, tile_ids, token_ids, probabilities, num_tiles, TILE_T: tl.constexpr, IS_EARLY: tl.constexpr
 ):
     wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     maxes = load_maxes(tile_maxes, row, num_tiles, TILE_T)
     tiles = tl.arange(0, TILE_T)

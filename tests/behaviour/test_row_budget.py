@@ -156,8 +156,8 @@ class Launches(TorchDispatchMode):
 def launches_of(monkeypatch: pytest.MonkeyPatch, **engine: Any) -> Counter[str]:
     """The launches of a step that verifies whole blocks of two requests."""
     launches = Launches()
-    monkeypatch.setattr(pairs, "REFERENCE", launches.kernels())
-    llm = make("tiny", None, **engine)
+    monkeypatch.setattr(pairs, "resolve_kernels", lambda *_: launches.kernels())
+    llm = make("tiny", None, kernels="reference", **engine)
     for index, prompt in enumerate(prompts_of("tiny")[:2]):
         llm.engine.add(Request(index=index, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=LENGTH)))
     llm.engine.step()

@@ -10,7 +10,7 @@ from dflash_testing.tensors import DEVICE
 
 @pytest.mark.parametrize("num_biases", [1, 7, 16])
 def test_a_refit_equals_the_reference(num_biases: int) -> None:
-    """Two refits, of which the second has no tokens. Positions have many tokens, few, or none."""
+    """Two refits. Only the first one has tokens. Positions have many tokens, few, or none."""
     generator = torch.Generator().manual_seed(num_biases)
     sums = torch.randn(NUM_SUMS, num_biases, dtype=torch.float64, generator=generator)
     sums[0] = torch.tensor([40.0, 3.0, 0.0]).repeat(6)[:num_biases]
