@@ -137,7 +137,8 @@ class Launches(TorchDispatchMode):
     def kernels(self) -> Kernels:
         """The reference kernels, counted."""
         names = [item.name for item in fields(Kernels) if item.name != "name"]
-        return replace(REFERENCE, **{name: partial(self._call, name) for name in names})
+        counted: dict[str, Any] = {name: partial(self._call, name) for name in names}
+        return replace(REFERENCE, **counted)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self.counts[name] += 1
