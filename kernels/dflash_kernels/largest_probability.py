@@ -29,6 +29,28 @@ def largest_probability_ref(logits: Tensor) -> Likeliest:
 
 
 @jit
+def tile_weights(raw, highest):
+    """Return the sum of weights exp(logit - highest) of a tile. It is NaN if a logit is NaN or +inf."""
+    return tl.sum(tl.exp(raw - tl.where(tl.abs(highest) < float("inf"), highest, 0.0)), 0)
+
+
+@jit
+def weight_of_tiles(tile_maxes, tile_sums, num_tiles, TILE_T: tl.constexpr):
+    """Return a row's highest logit, the sum of its weights relative to it, and whether the highest logit is finite.
+
+    If it is not finite, the first two are 0 and 1.
+    """
+    maxes = load_maxes(tile_maxes, 0, num_tiles, TILE_T)
+    tiles = tl.arange(0, TILE_T)
+    sums = tl.load(tile_sums + tiles, mask=tiles < num_tiles, other=0.0)
+    highest = tl.max(maxes, 0)
+    is_finite = tl.abs(highest) < float("inf")
+    highest = tl.where(is_finite, highest, 0.0)
+    total = tl.sum(sums * tl.exp(maxes - highest), 0)
+    return highest, tl.where(is_finite, total, 1.0), is_finite
+
+
+@jit
 def _tile_kernel(
     logits, tile_maxes, tile_sums, tile_ids, vocab_size, row_stride, num_tiles,
     TILE_V: tl.constexpr, IS_EARLY: tl.constexpr,
@@ -41,10 +63,9 @@ def _tile_kernel(
     raw = load_raw(logits + row * row_stride, token, vocab_size)
     scores = without_nans(raw)
     highest = tl.max(scores, 0)
-    shift = tl.where(tl.abs(highest) < float("inf"), highest, 0.0)
     at = row * num_tiles + tile
     tl.store(tile_maxes + at, highest)
-    tl.store(tile_sums + at, tl.sum(tl.exp(raw - shift), 0))
+    tl.store(tile_sums + at, tile_weights(raw, highest))
     tl.store(tile_ids + at, first_id(scores, token, highest, vocab_size))
 
 
@@ -55,15 +76,12 @@ def _combine_kernel(
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
+    first = row * num_tiles
     maxes = load_maxes(tile_maxes, row, num_tiles, TILE_T)
-    tiles = tl.arange(0, TILE_T)
-    sums = tl.load(tile_sums + row * num_tiles + tiles, mask=tiles < num_tiles, other=0.0)
-    highest = tl.max(maxes, 0)
-    best = tl.min(tl.where(maxes == highest, tiles, TILE_T), 0)
-    is_finite = tl.abs(highest) < float("inf")
-    total = tl.sum(sums * tl.exp(maxes - tl.where(is_finite, highest, 0.0)), 0)
-    tl.store(token_ids + row, tl.load(tile_ids + row * num_tiles + best))
-    tl.store(probabilities + row, tl.where(is_finite, 1.0, float("nan")) / tl.where(is_finite, total, 1.0))
+    best = tl.min(tl.where(maxes == tl.max(maxes, 0), tl.arange(0, TILE_T), TILE_T), 0)
+    tl.store(token_ids + row, tl.load(tile_ids + first + best))
+    _, weight, is_finite = weight_of_tiles(tile_maxes + first, tile_sums + first, num_tiles, TILE_T)
+    tl.store(probabilities + row, tl.where(is_finite, 1.0, float("nan")) / weight)
 
 
 def largest_probability(logits: Tensor) -> Likeliest:
