@@ -208,7 +208,8 @@ def token_cases(requests: int) -> list[Case]:
         (f"argmax T {tokens}", lambda: KERNELS.argmax(logits), mismatch(ids.flatten(), logits.argmax(-1)),
          2 * tokens * VOCAB),
         (f"largest_probability T {tokens}", lambda: KERNELS.largest_probability(logits),
-         relative_error(KERNELS.largest_probability(logits), REFERENCE.largest_probability(logits.double())),
+         relative_error(*(suite.largest_probability(item).probabilities
+                          for suite, item in ((KERNELS, logits), (REFERENCE, logits.double())))),
          2 * tokens * VOCAB),
         sampled("greedy", plain, is_greedy=True), sampled("unfiltered", plain, has_filters=False),
         sampled("top-k top-p", cut), sampled("top-p", nucleus), sampled("top-p of thousands", wide),

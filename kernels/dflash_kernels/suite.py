@@ -32,9 +32,10 @@ from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
 from dflash_kernels.given_rows import give_rows, give_rows_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
-from dflash_kernels.largest_probability import largest_probability, largest_probability_ref
+from dflash_kernels.largest_probability import Likeliest, largest_probability, largest_probability_ref
 from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.markov_walk import markov_walk, markov_walk_ref
+from dflash_kernels.odds_refit import refit_odds, refit_odds_ref
 from dflash_kernels.output_gate import output_gate, output_gate_ref
 from dflash_kernels.product import (
     gated_product,
@@ -136,9 +137,10 @@ class Kernels:
     switch_on_rows: Callable[[RowState, ReadyRows, Tensor, Tensor], Tensor]
     locate_rows: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
     argmax: Callable[[Tensor], Tensor]
-    largest_probability: Callable[[Tensor], Tensor]
+    largest_probability: Callable[[Tensor], Likeliest]
     draft_odds: Callable[[Tensor, Tensor, Tensor, Tensor], DraftOdds]
     add_outcomes: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    refit_odds: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     give_rows: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     sample: Callable[..., Chosen]
     reject: Callable[..., tuple[Tensor, Tensor]]
@@ -192,6 +194,7 @@ REFERENCE = Kernels(
     largest_probability=largest_probability_ref,
     draft_odds=draft_odds_ref,
     add_outcomes=add_outcomes_ref,
+    refit_odds=refit_odds_ref,
     give_rows=give_rows_ref,
     sample=sample_ref,
     reject=reject_ref,
@@ -245,6 +248,7 @@ _TRITON = Kernels(
     largest_probability=largest_probability,
     draft_odds=draft_odds,
     add_outcomes=add_outcomes,
+    refit_odds=refit_odds,
     give_rows=give_rows,
     sample=sample,
     reject=reject,

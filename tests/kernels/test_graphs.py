@@ -265,7 +265,10 @@ def judge(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     )
     sums = biases.new_zeros(NUM_SUMS, N - 1)
     kernels.add_outcomes(sums, biases[0], biases, odds.features, at["most"] // 2, at["most"])
-    return (*odds, sums, *kernels.give_rows(odds.survivals, R + 2))
+    added = sums.clone()
+    fitted = biases[0].clone(), biases.clone(), odds.survivals[0].clone()
+    kernels.refit_odds(sums, *fitted)
+    return (*odds, added, sums, *fitted, *kernels.give_rows(odds.survivals, R + 2))
 
 
 def fp8_weight(at: Inputs) -> Fp8Weight:
@@ -376,8 +379,8 @@ CALLS: dict[str, Call] = {
     "switch_on_rows": switch_on_rows,
     "locate_rows": lambda k, at: k.locate_rows(at["table"], at["ends"], at["most"], at["rows"] % R, 9, PAGE),
     "argmax": lambda k, at: (k.argmax(at["logits"]),),
-    "draft_odds, add_outcomes and give_rows": judge,
-    "largest_probability": lambda k, at: (k.largest_probability(at["logits"]),),
+    "draft_odds, add_outcomes, refit_odds and give_rows": judge,
+    "largest_probability": lambda k, at: k.largest_probability(at["logits"]),
     "sample": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"])[:2],
     "sample greedy": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True)[:2],
     "reject": lambda k, at: decided(

@@ -101,7 +101,6 @@ class Drafter:
             draws = Draws(sampling.temperatures, sampling.seeds, positions) if self._draws(sampling) else None
             assert isinstance(self._draft, WalkingDraft)
             drawn = self._draft.propose(*block, draws, sampling.masks)
-            confidences = self._confidences(drawn.logits) if drawn.confidences is None else drawn.confidences
         else:
             logits = self._draft.logits(*block)
             if sampling.masks is not None:
@@ -109,8 +108,8 @@ class Drafter:
                     logits[:, place] = sampling.masks.allow(logits[:, place])
                     one = slice(place, place + 1)
                     sampling.masks.take(self._draw(logits[:, one], positions[:, one], sampling).token_ids[:, 0])
-            confidences = self._confidences(logits)
             drawn = self._draw(logits, positions, sampling)
+        confidences = self._confidences(drawn.logits) if drawn.confidences is None else drawn.confidences
         return Proposal(to_target(self._draft, drawn.token_ids), drawn.distribution, confidences)
 
     def write_context(self, rows: ContextRows | None) -> None:
@@ -150,19 +149,23 @@ class Drafter:
 
     def _draw(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Drawn:
         """Choose draft tokens from logits [R, K, V'] at positions [R, K]."""
-        if not self._draws(sampling):
-            return Drawn(self._kernels.argmax(logits.flatten(0, 1)).view(positions.shape))
-        drawn = self._kernels.sample(
-            logits.flatten(0, 1), *sampling.filters(), sampling.seeds, positions.flatten(),
-            has_filters=sampling.mode.has_filters, purpose=DRAFT,
-        )  # fmt: skip
-        return Drawn(drawn.token_ids.view(positions.shape), drawn.distribution)
+        flat, shape = logits.flatten(0, 1), positions.shape
+        if self._draws(sampling):
+            drawn = self._kernels.sample(
+                flat, *sampling.filters(), sampling.seeds, positions.flatten(),
+                has_filters=sampling.mode.has_filters, purpose=DRAFT,
+            )  # fmt: skip
+            return Drawn(drawn.token_ids.view(shape), drawn.distribution, logits=logits)
+        if self._has_confidences:  # both from one pass over the logits
+            best = self._kernels.largest_probability(flat)
+            return Drawn(best.token_ids.view(shape), confidences=best.probabilities.view(shape))
+        return Drawn(self._kernels.argmax(flat).view(shape))
 
     def _confidences(self, logits: Tensor | None) -> Tensor | None:
         """The draft's largest probability at each position of logits [R, K, V'], if it is asked for."""
         if not self._has_confidences or logits is None:
             return None
-        return self._kernels.largest_probability(logits.flatten(0, 1)).view(logits.shape[:2])
+        return self._kernels.largest_probability(logits.flatten(0, 1)).probabilities.view(logits.shape[:2])
 
     def _attend(self, step: StepRows, page_table: Tensor) -> PagedAttention:
         """The draft's attention over its context KV and its blocks."""

@@ -109,7 +109,7 @@ class TreeShape:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         # In ascending order of ids, so that equal logits rank as in `argmax`.
         values, order = values.to(dtype).sort(dim=1, descending=True, stable=True)
-        best = kernels.largest_probability(flat).to(dtype).log()
+        best = kernels.largest_probability(flat).probabilities.to(dtype).log()
         log_probs = values - values[:, :1] + best[:, None]
         shape = (num_requests, num_positions, count)
         return token_ids.gather(1, order).view(shape), log_probs.view(shape)[:, :, None]
