@@ -235,7 +235,8 @@ def _grow(
             source = log_probs + (new_depths - 1) * NUM_CANDIDATES + new_places
             new_ranks = _rank_of(scores + tl.load(source, mask=has_next, other=float("-inf")))
         else:
-            parent_score = tl.sum(tl.where(is_parent, scores, 0.0), 0)
+            parent_bits = tl.where(is_parent, scores.to(tl.int32, bitcast=True), 0)
+            parent_score = tl.sum(parent_bits, 0).to(tl.float32, bitcast=True)
             before = tl.sum(tl.where(is_parent, nodes & _TL_PLACE_MASK, 0), 0)
             next_rank, next_place = _first_child(
                 log_probs, candidate, depth, before, parent_score, rank, place,
@@ -284,8 +285,8 @@ def _build_tree_kernel(
     for word in range(NUM_WORDS):
         found, current = tl.zeros((TILE_M,), tl.int64), row
         for _ in range(deepest + 1):
-            bit = tl.full((TILE_M,), 1, tl.int64) << (current % 64)
-            found |= tl.where(current // 64 == word, bit, 0)
+            bit = tl.full((TILE_M,), 1, tl.int64) << (current & 63)
+            found |= tl.where(current >> 6 == word, bit, 0)
             current = tl.gather(parent, current, 0)
         tl.store(words + target * NUM_WORDS + word, found, mask=is_row)
 

@@ -223,6 +223,22 @@ def open_step(state: RowState, rows: Tensor, num_block: int, num_verified: int, 
 
 
 @jit
+def _store_slots(
+    step_slots, slots, row_slots, request, own, committed, num_rows,
+    HAS_TREE: tl.constexpr, NUM_VERIFIED: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
+):  # fmt: skip
+    """Store the slots of committed rows by places of the path, and of a tree also by rows of the tree."""
+    place, row = tl.arange(0, TILE_N), tl.arange(0, TILE_M)
+    is_committed = place < tl.minimum(committed, num_rows)
+    slot = tl.load(step_slots + request * num_rows + place, mask=is_committed, other=-1)
+    tl.store(slots + request * NUM_VERIFIED + place, slot, mask=place < NUM_VERIFIED)
+    if HAS_TREE:
+        tl.store(row_slots + request * num_rows + row, tl.full((TILE_M,), -1, tl.int64), mask=row < num_rows)
+        tl.debug_barrier()  # other threads write the slots of committed rows over these
+        tl.store(row_slots + own, slot, mask=is_committed)
+
+
+@jit
 def _close_step_kernel(
     done, kv_lens, anchors, remaining, generations, stop_ids, rows,
     step_kv_lens, step_remaining, step_can_draft, step_slots, draft_ids, path_rows, chosen_ids, max_accepted, is_finite,
@@ -267,14 +283,10 @@ def _close_step_kernel(
     tl.store(out + 5, generation)
     tl.store(out + FIELDS + place, chosen, mask=is_verified)
     tl.store(out + FIELDS + NUM_VERIFIED + place, drafted, mask=is_drafted)
-    is_committed = place < tl.minimum(committed, num_rows)
-    slots = tl.load(step_slots + request * num_rows + place, mask=is_committed, other=-1)
-    tl.store(context_slots + request * NUM_VERIFIED + place, slots, mask=is_verified)
-    if path_rows is not None:
-        tree_row = tl.arange(0, TILE_M)
-        tl.store(row_slots + request * num_rows + tree_row, tree_row.to(tl.int64) * 0 - 1, mask=tree_row < num_rows)
-        tl.debug_barrier()  # other threads write the slots of committed rows over this
-        tl.store(row_slots + own, slots, mask=is_committed)
+    _store_slots(
+        step_slots, context_slots, row_slots, request, own, committed, num_rows,
+        path_rows is not None, NUM_VERIFIED, TILE_N, TILE_M,
+    )  # fmt: skip
 
 
 def close_step(
@@ -307,7 +319,7 @@ def _launch_close(
     state: RowState, rows: Tensor, step: StepRows, path_rows: Tensor | None, draft_ids: Tensor, chosen: Tensor,
     max_accepted: Tensor, is_finite: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`path_rows` [R, W] are the places among the verified rows [R, M] that may be committed; None for all, in order."""
+    """`path_rows` [R, W] are the verified rows of [R, M] that may be committed; None for all rows, in order."""
     given = (draft_ids, *(() if path_rows is None else (path_rows,)), chosen, max_accepted, is_finite)
     check_tensors(rows, *state, *step, *given)
     _check_state(state, rows)

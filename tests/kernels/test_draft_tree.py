@@ -48,7 +48,7 @@ def random_candidates(num_requests: int, num_positions: int, num_candidates: int
 def built(
     log_probs: Tensor, ids: Tensor, num_nodes: int, build: Callable[..., Tree] = build_tree_ref, stride: int = 1
 ) -> Tree:
-    """Return trees of anchors with the ids 900, 901, ... at positions 50, 52, ..., which lie `stride` apart in memory."""
+    """Return trees of anchors 900, 901, ... at positions 50, 52, ..., which lie `stride` apart in memory."""
     place = torch.arange(len(ids), device=DEVICE)
     anchors, positions = (torch.empty(len(ids), stride, dtype=torch.int64, device=DEVICE)[:, 0] for _ in range(2))
     return build(log_probs, ids, anchors.copy_(900 + place), positions.copy_(50 + 2 * place), num_nodes)

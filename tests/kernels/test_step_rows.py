@@ -59,7 +59,9 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("num_block", "num_verified"), [(1, 1), (2, 2), (8, 8), (8, 3), (8, 1), (16, 16), (5, 4), (4, 9)])
+@pytest.mark.parametrize(
+    ("num_block", "num_verified"), [(1, 1), (2, 2), (8, 8), (8, 3), (8, 1), (16, 16), (5, 4), (4, 9)]
+)
 @pytest.mark.parametrize("seeds", [(0, 20, 40), pytest.param((60, 80, 100), marks=pytest.mark.slow)])
 def test_both_ends_of_a_step_equal_the_references(seeds: tuple[int, ...], num_block: int, num_verified: int) -> None:
     for seed in seeds:
