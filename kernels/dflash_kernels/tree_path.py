@@ -167,7 +167,7 @@ def _move_rows_kernel(
 
 
 MOVE_TILE, MOVE_BYTES = 1024, 16384
-"""Most bytes of a KV row that one program moves, and of all rows of a path."""
+"""Most bytes of one KV row or record that a program moves, and of all rows of a path."""
 
 
 def move_rows(pages: Tensor, row_slots: Tensor, path_rows: Tensor, slots: Tensor) -> None:
@@ -178,36 +178,36 @@ def move_rows(pages: Tensor, row_slots: Tensor, path_rows: Tensor, slots: Tensor
     require(row_slots.dim() == 2 and len(row_slots) == len(slots), "row_slots", "one per row of each tree")
     raw = pages.view(torch.uint8)
     _, num_layers, _, page_size, num_bytes = raw.shape
-    tile_p = power_of_2(slots.shape[1])
-    tile = min(MOVE_TILE, max(MOVE_BYTES // tile_p, 16), power_of_2(num_bytes))
     if slots.numel() and raw.numel():
-        _move_rows_kernel[(len(slots), 2 * num_layers, ceil_div(num_bytes, tile))](
+        tiles = _tiles(slots.shape[1], num_bytes)
+        _move_rows_kernel[(len(slots), 2 * num_layers, ceil_div(num_bytes, tiles["TILE"]))](
             raw, *(item.contiguous() for item in (row_slots, path_rows, slots)), row_slots.shape[1],
             raw.stride(0), raw.stride(2), raw.stride(3), num_bytes,
-            NUM_PATH=slots.shape[1], PAGE_SIZE=page_size, TILE_P=tile_p, TILE=tile, num_warps=4, **early(raw.device),
+            NUM_PATH=slots.shape[1], PAGE_SIZE=page_size, **tiles, num_warps=4, **early(raw.device),
         )  # fmt: skip
 
 
 @jit
 def _move_records_kernel(
-    records, texts, lens, rows, slots, num_texts, ring_size, num_bytes, NUM_PATH: tl.constexpr, TILE: tl.constexpr
-):
+    records, texts, lens, rows, slots, num_texts, ring_size, num_bytes,
+    NUM_PATH: tl.constexpr, TILE_P: tl.constexpr, TILE: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     request, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    column = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    column, place = tl.program_id(2) * TILE + tl.arange(0, TILE), tl.arange(0, TILE_P)
+    row = tl.load(rows + request * NUM_PATH + place, mask=place < NUM_PATH, other=0)
+    slot = tl.load(slots + request * NUM_PATH + place, mask=place < NUM_PATH, other=-1)
     begin = tl.load(lens + request)
-    base = records + (layer * num_texts + tl.load(texts + request)) * ring_size * num_bytes + column
-    # In the order of the path: no record is written before it was read, because records only move forward. The anchor
-    # stays where it is.
-    for place in range(1, NUM_PATH):
-        row = tl.load(rows + request * NUM_PATH + place)
-        is_moved = (tl.load(slots + request * NUM_PATH + place) != -1) & (row != place)
-        mask = (column < num_bytes) & is_moved
-        record = tl.load(base + (begin + row) % ring_size * num_bytes, mask=mask)
-        tl.store(base + (begin + place) % ring_size * num_bytes, record, mask=mask)
+    is_moved = ((slot != -1) & (row != place))[:, None] & (column < num_bytes)[None, :]
+    base = records + (layer * num_texts + tl.load(texts + request)) * ring_size * num_bytes + column[None, :]
+    moved = tl.load(base + ((begin + row) % ring_size * num_bytes)[:, None], mask=is_moved)
+    tl.debug_barrier()  # as in `_move_rows_kernel`
+    tl.store(base + ((begin + place) % ring_size * num_bytes)[:, None], moved, mask=is_moved)
 
 
 def move_records(records: Tensor, path: PathRecords) -> None:
-    """Compute `move_records_ref` in one launch. Each program moves one part of every record of a path, in order."""
+    """Compute `move_records_ref` in one launch. Each program reads one part of every record, then writes it."""
     check_tensors(records, *path)
     require(records.dim() > 3 and records.is_contiguous(), "records", "four axes or more, contiguous")
     require(path.rows.shape == path.slots.shape and path.rows.dim() == 2, "rows, slots", "one per row of a path")
@@ -215,7 +215,14 @@ def move_records(records: Tensor, path: PathRecords) -> None:
     num_layers, num_texts, size, num_bytes = raw.shape
     if path.rows.numel() and raw.numel():
         texts, lens, rows, slots = (item.contiguous() for item in path)
-        _move_records_kernel[(len(rows), num_layers, -(-num_bytes // MOVE_TILE))](
-            raw, texts, lens, rows, slots, num_texts, size, num_bytes, NUM_PATH=rows.shape[1],
-            TILE=min(MOVE_TILE, power_of_2(num_bytes)), num_warps=4,
+        tiles = _tiles(rows.shape[1], num_bytes)
+        _move_records_kernel[(len(rows), num_layers, ceil_div(num_bytes, tiles["TILE"]))](
+            raw, texts, lens, rows, slots, num_texts, size, num_bytes, NUM_PATH=rows.shape[1], **tiles, num_warps=4,
+            **early(raw.device),
         )  # fmt: skip
+
+
+def _tiles(num_path: int, num_bytes: int) -> dict[str, int]:
+    """Rows of a path and bytes of each row in one program."""
+    rows = power_of_2(num_path)
+    return {"TILE_P": rows, "TILE": min(MOVE_TILE, max(MOVE_BYTES // rows, 16), power_of_2(num_bytes))}

@@ -58,7 +58,9 @@ def force_acceptance(pair: LoadedPair, mean: float) -> LoadedPair:
     """
     rates = acceptance_rates(mean, most_tokens(pair.limits))
     device, kernels = pair.placement.device, pair.placement.kernels
-    path_rows = spread_rows(pair.limits).to(device) if pair.limits.num_tree_nodes else None
+    path_rows = None
+    if pair.limits.num_tree_nodes:
+        path_rows = spread_rows(pair.limits).to(device).repeat(pair.limits.max_num_requests, 1)
     kernels = _forcing(kernels, draw_table(rates).to(device), path_rows)
     return replace(pair, placement=replace(pair.placement, kernels=kernels))
 
@@ -99,7 +101,7 @@ def _forcing(kernels: Kernels, table: Tensor, path_rows: Tensor | None = None) -
     def follow(tree: Tree, chosen: Tensor, num_rows: int) -> Path:
         assert path_rows is not None, "a pair that verifies trees"
         real_follow(tree, chosen, num_rows)  # for its time
-        rows = path_rows[:num_rows].expand(len(chosen), -1)
-        return Path(rows, torch.where(rows[:, 1:] > 0, 0, -1))
+        rows = path_rows[: len(chosen), :num_rows]
+        return Path(rows, rows[:, 1:])  # the drawn tokens take the place of these
 
     return replace(kernels, close_step=close, close_tree=close_tree, follow_tree=follow)
