@@ -226,6 +226,8 @@ def token_cases(requests: int) -> list[Case]:
 def tree_cases(requests: int, nodes: int) -> list[Case]:
     """Build trees from candidates of 15 positions, in one launch and as the reference. The error counts other trees."""
     logits = torch.randn(requests, 15, VOCAB, device="cuda") * 4
+    flat = logits.flatten(0, 1).bfloat16()
+    others = float((KERNELS.likely_tokens(flat, nodes)[0] != REFERENCE.likely_tokens(flat, nodes)[0]).double().mean())
     log_probs, ids = logits.log_softmax(-1).topk(nodes, dim=-1)
     given = log_probs[:, :, None].contiguous(), ids, ids[:, 0, 0], ids[:, 0, 0], nodes
     trees = [kernels.build_tree(*given) for kernels in (KERNELS, REFERENCE)]
@@ -233,6 +235,7 @@ def tree_cases(requests: int, nodes: int) -> list[Case]:
     wrong = max(float((own != other).double().mean()) for own, other in pairs)
     name = f"R {requests} nodes {nodes}"
     return [
+        (f"likely_tokens {name}", lambda: KERNELS.likely_tokens(flat, nodes), others, 2.0 * len(flat) * VOCAB),
         (f"build_tree {name}", lambda: KERNELS.build_tree(*given), wrong, 0.0),
         (f"build_tree {name}, reference", lambda: REFERENCE.build_tree(*given), 0.0, 0.0),
     ]

@@ -157,8 +157,8 @@ def close_tree_ref(
     path               of W rows
     chosen, is_finite  [R, M], of every row of the tree
     The other arguments are as in `close_step_ref`, with the slots [R, M] of the tree's rows in `step`.
-    Returns the packed results of the path, and slots of committed rows with PAD for other rows: the slots [R, W] of
-    the path's positions, and the same slots by rows of the tree, [R, M].
+    Returns the packed results of the path, and the slots of committed rows twice: [R, W] by rows of the path, and
+    [R, M] by rows of the tree. Other rows have PAD.
     """
     num_path, num_rows = path.rows.shape[1], chosen.shape[1]
     own = F.pad(step.slots, (0, max(num_path - num_rows, 0)), value=PAD)[:, :num_path]

@@ -123,8 +123,8 @@ def calls():
     silu_mul(normal(40, 256))
 
 made = fp8_kv_calls if HAS_FP8_KV else calls
-light = ("_gated_experts_kernel", "_down_experts_kernel")
 makes_code = sys.argv[1] != "few"
+light = ("_gated_experts_kernel", "_down_experts_kernel", *(() if makes_code else ("_tree_attention_kernel",)))
 every = not HAS_FP8_KV
 sys.exit(compiling.run(made, is_whole=IS_WHOLE, makes_code=makes_code, light=light, needs_every_kernel=every))
 """

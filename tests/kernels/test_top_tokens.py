@@ -64,7 +64,7 @@ def log_probs_by_sorting(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("vocab", "count"), [(1, 1), (700, 15), (9000, 3), (3000, MOST_TOP_TOKENS + 1)])
 def test_likely_tokens_rank_by_logit_then_by_id(call: object, vocab: int, count: int, dtype: torch.dtype) -> None:
-    """Rows with a stride, with ties at the end of the list, and rows whose probabilities are not numbers."""
+    """Rows with a stride, rows with ties at the end of the list, and three rows with probabilities of NaN."""
     logits = (4 * normal(7, vocab + 3, dtype=dtype))[:, :vocab]
     logits[1] = logits[1].round()
     logits[2, vocab // 2 :] = -torch.inf

@@ -81,7 +81,7 @@ def _forcing(kernels: Kernels, table: Tensor, path_rows: Tensor | None = None) -
     real, real_follow, real_tree = kernels.close_step, kernels.follow_tree, kernels.close_tree
 
     def force(step: StepRows, chosen: Tensor) -> Tensor:
-        """Draft tokens of which the first drawn ones equal the target's choice. Stops and limits then cut as usual."""
+        """Draft tokens: the drawn number of them equal the target's choice. Stops and limits then cut as usual."""
         places = torch.arange(len(chosen), device=chosen.device)
         drawn = table[(step.remaining + ROW_DISTANCE * places) % TABLE_SIZE]
         is_accepted = torch.arange(chosen.shape[1] - 1, device=drawn.device) < drawn[:, None]
@@ -102,6 +102,6 @@ def _forcing(kernels: Kernels, table: Tensor, path_rows: Tensor | None = None) -
         assert path_rows is not None, "a pair that verifies trees"
         real_follow(tree, chosen, num_rows)  # for its time
         rows = path_rows[: len(chosen), :num_rows]
-        return Path(rows, rows[:, 1:])  # the drawn tokens take the place of these
+        return Path(rows, rows[:, 1:])  # `close_tree` replaces these tokens by drawn ones
 
     return replace(kernels, close_step=close, close_tree=close_tree, follow_tree=follow)
