@@ -110,6 +110,17 @@ def test_a_tree_of_pairs_has_the_paths_of_a_search_over_all_nodes(num_nodes: int
 
 
 @pytest.mark.reference
+def test_candidates_of_a_row_after_the_n_best_change_no_tree() -> None:
+    log_probs, ids = paired_candidates(3, 5, 12, seed=4)
+    log_probs = log_probs + 1e-3 * normal(*log_probs.shape, dtype=torch.float32, seed=5).abs().neg()  # no equal values
+    best = log_probs.nan_to_num(nan=-math.inf, neginf=-math.inf).topk(7, dim=-1)
+    fewer = torch.full_like(log_probs, -math.inf).scatter(-1, best.indices, best.values)
+    tree = built(log_probs, ids, 7)
+    assert int(tree.draft_ids.min()) >= 0
+    assert torch.equal(built(fewer, ids, 7).draft_ids, tree.draft_ids)
+
+
+@pytest.mark.reference
 def test_equal_probabilities_rank_by_depth_then_parent_then_candidate() -> None:
     ids = torch.arange(6, device=DEVICE).view(1, 3, 2)
     tree = built(torch.zeros(1, 3, 1, 2, device=DEVICE), ids, 7)

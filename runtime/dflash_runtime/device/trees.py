@@ -58,7 +58,7 @@ class TreeShape:
         """Draft the first `num_drafts` masks of blocks [R, N'] -> a tree of each block, with ids of the target."""
         if isinstance(draft, SelectingDraft):
             token_ids, scores = draft.candidate_scores(block_ids, positions, attend, num_drafts)
-            log_probs = self._cut(scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1))
+            log_probs = self._cut(scores.log_softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)))
         else:
             token_ids, log_probs = self._best(kernels, draft.logits(block_ids, positions, attend, num_drafts))
         anchors = block_ids[:, 0], positions[:, 0]
@@ -66,7 +66,8 @@ class TreeShape:
 
     def _cut(self, log_probs: Tensor) -> Tensor:
         """Log-probabilities [R, K, C, C] with -inf for all but the most likely candidates of each row."""
-        if self.num_candidates >= log_probs.shape[-1]:
+        # More candidates than nodes change no tree: a node's better siblings are nodes too.
+        if self.num_candidates >= min(self.num_nodes, log_probs.shape[-1]):
             return log_probs
         kept = log_probs.topk(self.num_candidates, dim=-1)
         return torch.full_like(log_probs, -torch.inf).scatter(-1, kept.indices, kept.values)
@@ -74,7 +75,6 @@ class TreeShape:
     def _best(self, kernels: Kernels, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens [R, K, C] of logits [R, K, V] in descending order, and log-probabilities [R, K, 1, C]."""
         num_requests, num_positions, vocab_size = logits.shape
-        # More candidates than nodes change no tree: a node's better siblings are nodes too.
         count = min(self.num_candidates, self.num_nodes, vocab_size)
         token_ids, log_probs = kernels.likely_tokens(logits.flatten(0, 1), count)
         shape = (num_requests, num_positions, count)
