@@ -133,15 +133,15 @@ class Drafter:
 
     def _draft_trees(self, shape: TreeShape, rows: Tensor, page_table: Tensor, sampling: Sampling) -> Blocks:
         """Draft for state rows [R] -> the trees that the target verifies, as blocks."""
-        width, kernels = sampling.mode.verify_width, self._kernels
-        step, slots = shape.open(kernels, self._state.row_state, rows, self._limits.num_block_rows, width, self._bounds)
+        width, num_block = sampling.mode.verify_width, self._limits.num_block_rows
+        step = self._kernels.open_step(self._state.row_state, rows, num_block, shape.num_nodes + 1, self._bounds)
         assert self._draft is not None
         attend = self._attend(step, page_table)
-        tree = shape.draft(kernels, self._draft, step.block_ids, step.positions, attend, width - 1)
-        verified, proposal = VerifiedTree.of(kernels, tree, width - 1, slots), Proposal(tree.token_ids)
-        ids = proposal.verified_ids(step.block_ids[:, :1])
-        positions = step.kv_lens[:, None] + verified.rows.depths
-        return Blocks(rows, step, page_table, sampling, proposal, ids.flatten(), positions, tree=verified)
+        tree = shape.draft(self._kernels, self._draft, step.block_ids, step.positions, attend, width - 1)
+        verified, proposal = VerifiedTree(tree, width), Proposal(tree.draft_ids)
+        return Blocks(
+            rows, step, page_table, sampling, proposal, tree.token_ids.flatten(), tree.positions, tree=verified
+        )
 
     def _draws(self, sampling: Sampling) -> bool:
         """Whether draft tokens are sampled, so that rejection needs their distributions."""
