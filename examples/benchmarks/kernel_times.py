@@ -19,10 +19,10 @@ from torch import Tensor
 
 from dflash_kernels import logit_tiles, tree_attention
 from dflash_kernels.activation import silu_mul, silu_mul_ref
-from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks
 from dflash_kernels.launch_config import VocabShape, attention_shape
 from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.softmax import PLAIN, Softmax
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from timing.ceilings import measure_rates, median_us
 

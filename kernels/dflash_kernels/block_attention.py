@@ -12,14 +12,14 @@ Axis letters: R requests, N rows, P pages, H heads, KV heads of keys and values,
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash_kernels.attention_rows import check_blocks, check_room, flat_blocks, room_for
 from dflash_kernels.attention_walk import (
     context_rows,
     mean_of_share,
@@ -30,39 +30,18 @@ from dflash_kernels.attention_walk import (
 )
 from dflash_kernels.balanced_attention import launch_balanced
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats
-from dflash_kernels.kv_store import strides_of_caches
+from dflash_kernels.key_parts import combine_parts, parts_in_use, room_for_parts
+from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable
 from dflash_kernels.launch_config import (
-    COMBINE_TILE,
-    FEW_KEYS,
-    MAX_GRID,
     MIN_DOT,
     attention_shape,
     balanced_shape,
     ceil_div,
-    check_dtypes,
-    check_tensors,
     jit,
     power_of_2,
-    require,
     tl,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Softmax:
-    """Changes to the plain softmax of attention: a cap of the scores, and attention sinks.
-
-    The cap replaces scores by `cap * tanh(scores / cap)`. A sink, `sinks` [H], is one more score per query head in the
-    sum of weights. It has no value.
-    Sources: Gemma Team 2024, "Gemma 2"; OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card".
-    """
-
-    cap: float | None = None
-    sinks: Tensor | None = None
-
-
-PLAIN = Softmax()
+from dflash_kernels.softmax import PLAIN, Softmax, cap_of_products, factor_of_products
 
 
 def block_attention_ref(
@@ -170,50 +149,6 @@ def _attend_ref(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, so
     return (weights @ values).to(query.dtype)
 
 
-def check_softmax(softmax: Softmax, query: Tensor) -> None:
-    """Raise ValueError if the kernels cannot use this softmax with queries [..., H, D]."""
-    require(softmax.cap is None or softmax.cap > 0, "softmax.cap", "a number above 0")
-    if softmax.sinks is not None:
-        check_tensors(query, softmax.sinks)
-        has_one_per_head = softmax.sinks.shape == query.shape[-2:-1]
-        require(has_one_per_head and softmax.sinks.is_contiguous(), "softmax.sinks", "one per query head, contiguous")
-
-
-def room_for(query: Tensor) -> Tensor:
-    """Return uninitialised memory for the output of attention, with the shape of the queries."""
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
-def check_room(out: Tensor, query: Tensor) -> None:
-    """Raise ValueError or TypeError if the output of attention to `query` cannot be written to `out`."""
-    check_tensors(query, out)
-    check_dtypes(query, out)
-    require(out.shape == query.shape and out.is_contiguous(), "out", "contiguous, with the shape of the queries")
-
-
-def cap_of_products(softmax: Softmax, head_dim: int, scales: KVScales) -> float | None:
-    """Return the cap of unscaled scores. The kernels scale the products of queries and keys after the cap."""
-    return None if softmax.cap is None else softmax.cap * math.sqrt(head_dim) / scales.key
-
-
-def factor_of_products(head_dim: int, scales: KVScales) -> float:
-    """Return the factor that turns products of queries and keys into scores in base 2."""
-    return math.log2(math.e) * scales.key / math.sqrt(head_dim)
-
-
-@jit
-def parts_in_use(num_tiles, NUM_PARTS: tl.constexpr, TILE_N: tl.constexpr):
-    """Return the number of parts that are in use, for the tile count of one row tile or of a vector of row tiles.
-
-    The host does not know lengths, so it launches parts for the longest context. Of four or more parts, half stay
-    empty if there are few tiles.
-    """
-    num_parts = num_tiles * 0 + NUM_PARTS
-    if NUM_PARTS >= 4:
-        num_parts = tl.where(num_tiles * TILE_N < FEW_KEYS * NUM_PARTS, NUM_PARTS // 2, NUM_PARTS)
-    return tl.minimum(num_parts, num_tiles)
-
-
 @jit
 def _block_attention_kernel(
     query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, firsts, counts, sinks,
@@ -276,52 +211,6 @@ def _block_attention_kernel(
     if NUM_SPLITS > 1:
         tl.store(part_lses + target, lses, mask=row < count)
     tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], mean.to(out.dtype.element_ty), mask=is_query)
-
-
-@jit
-def _combine_kernel(
-    parts, part_lses, context_lens, firsts, counts, out, num_rows, num_pages, num_out,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_R: tl.constexpr, TILE_D: tl.constexpr, IS_EARLY: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)  # index of a row's head in [R, N, H]
-    is_row = place < num_out
-    row, head = place // (NUM_KV * GROUP) % num_rows, place % (NUM_KV * GROUP)
-    first_row, last_row = rows_of_tile((row * GROUP + head % GROUP) // TILE_M, num_rows, GROUP, TILE_M)
-    # The previous launch may still run: it does not write the lengths.
-    request = place // (NUM_KV * GROUP * num_rows)
-    context_len = tl.load(context_lens + request, mask=is_row, other=0).to(tl.int32)
-    _, num_context, block_tile, block_tile_end = tiles_in_sight(
-        context_len, tl.minimum(context_len, num_pages * PAGE_SIZE), first_row, last_row, num_rows,
-        IS_CAUSAL, WINDOW, TILE_N,
-    )  # fmt: skip
-    num_parts = tl.where(is_row, parts_in_use(num_context + block_tile_end - block_tile, NUM_SPLITS, TILE_N), 0)
-    wait_for_launches_before(IS_EARLY)
-    let_next_launch_begin(IS_EARLY)
-    dim = tl.arange(0, TILE_D)
-    max_lse = tl.full((TILE_R,), float("-inf"), tl.float32)
-    for part in tl.static_range(NUM_SPLITS):
-        lse = tl.load(part_lses + part * num_out + place, mask=part < num_parts, other=float("-inf"))
-        max_lse = tl.maximum(max_lse, lse)
-    max_lse = tl.where(is_row, max_lse, 0.0)
-    acc = tl.zeros((TILE_R, TILE_D), tl.float32)
-    weight_sum = tl.zeros((TILE_R,), tl.float32)
-    for part in tl.static_range(NUM_SPLITS):
-        is_part = part < num_parts
-        lse = tl.load(part_lses + part * num_out + place, mask=is_part, other=float("-inf"))
-        weight = tl.exp2(lse - max_lse)
-        is_element = is_part[:, None] & (dim < HEAD_DIM)[None, :]
-        element = (part * num_out + place).to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
-        acc += tl.load(parts + element, mask=is_element, other=0.0) * weight[:, None]
-        weight_sum += weight
-    combined = acc / tl.where(is_row, weight_sum, 1.0)[:, None]
-    target = place.to(tl.int64)
-    if counts is not None:
-        is_row = is_row & (row < tl.load(counts + request, mask=is_row, other=0))
-        target = (tl.load(firsts + request * num_rows, mask=is_row, other=0) + row) * (NUM_KV * GROUP) + head
-    is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], combined.to(out.dtype.element_ty), mask=is_element)
 
 
 def block_attention(
@@ -407,82 +296,3 @@ def launch_blocks(
     )  # fmt: skip
     if num_splits > 1:
         combine_parts(parts, part_lses, context_lens, out, num_rows, page_table.shape[1], cut, firsts, counts)
-
-
-def check_blocks(
-    query: Tensor, block_keys: Tensor, block_values: Tensor, key_cache: Tensor, value_cache: Tensor,
-    page_table: Tensor, context_lens: Tensor, window: int | None, softmax: Softmax,
-) -> None:  # fmt: skip
-    """Raise unless the kernels can read blocks [R, N, H, D] and their caches. The errors are those of `check_rows`."""
-    check_rows(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, window, softmax)
-    require(len(query) == len(context_lens), "context_lens", "one per request")
-
-
-def check_rows(
-    query: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor,
-    page_table: Tensor, context_lens: Tensor, window: int | None, softmax: Softmax,
-) -> None:  # fmt: skip
-    """Raise unless the kernels can read rows [..., H, D] and their caches.
-
-    See `check_tensors`, `check_formats`, `check_softmax` and `require` for the errors.
-    """
-    check_tensors(query, keys, values, key_cache, value_cache, page_table, context_lens)
-    check_formats(key_cache, value_cache, query, keys, values)
-    (num_heads, head_dim), num_kv = query.shape[-2:], keys.shape[-2]
-    require(num_heads % num_kv == 0, "query", "a number of heads that is a multiple of the KV heads")
-    rows_shape = (*query.shape[:-2], num_kv, head_dim)
-    require(keys.shape == values.shape == rows_shape, "keys, values", "one row per query row")
-    require(key_cache.shape[2:] == (num_kv, head_dim), "caches", "the KV heads of the keys")
-    require(len(page_table) == len(context_lens), "page_table, context_lens", "one row per request")
-    require(page_table.stride(1) == 1, "page_table", "contiguous rows")
-    require(window is None or window > 0, "window", "at least 1")
-    check_softmax(softmax, query)
-    require(len(context_lens) * num_kv <= MAX_GRID, "query", f"at most {MAX_GRID} requests times KV heads")
-
-
-def flat_blocks(
-    query: Tensor, block_keys: Tensor, block_values: Tensor, key_cache: Tensor, value_cache: Tensor, page_table: Tensor
-) -> tuple[list[Tensor], list[int]]:
-    """The rows of blocks, [R * N, H, D] and [R * N, KV, D] twice, and the strides of all tensors for the kernels."""
-    rows, keys, values = flat = [tensor.flatten(0, 1) for tensor in (query, block_keys, block_values)]
-    return flat, strides_of(rows, keys, values, key_cache, value_cache, page_table)
-
-
-def strides_of(
-    query: Tensor, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, page_table: Tensor
-) -> list[int]:
-    """Strides for the kernels: row and head of rows [T, H, D], then of both caches, then of the page table."""
-    rows = (query, keys, values)
-    require(all(tensor.stride(2) == 1 for tensor in rows), "query, keys, values", "contiguous heads")
-    strides = [stride for tensor in rows for stride in tensor.stride()[:2]]
-    return [*strides, *strides_of_caches(key_cache, value_cache), page_table.stride(0)]
-
-
-def room_for_parts(num_splits: int, num_out: int, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Tensors for S parts of T rows: means [S, T, D] and logarithms [S, T]. One part goes to `out` itself."""
-    if num_splits == 1:
-        return out, out
-    parts = torch.empty((num_splits, num_out, out.shape[-1]), dtype=torch.float32, device=out.device)
-    return parts, torch.empty((num_splits, num_out), dtype=torch.float32, device=out.device)
-
-
-def combine_parts(
-    parts: Tensor,
-    part_lses: Tensor,
-    context_lens: Tensor,
-    out: Tensor,
-    num_rows: int,
-    num_pages: int,
-    cut: Mapping[str, Any],
-    firsts: Tensor | None = None,
-    counts: Tensor | None = None,
-) -> None:
-    """Launch the sum of the parts of the keys: means [S, R * N, D] and base 2 logarithms [S, R * N] -> out [T, H, D].
-
-    `cut` has the arguments by which the kernels agree on the parts in use. The last two are as in `launch_blocks`.
-    """
-    num_out = parts.shape[1]
-    _combine_kernel[(ceil_div(num_out, COMBINE_TILE),)](
-        parts, part_lses, context_lens, firsts, counts, out, num_rows, num_pages, num_out, **cut,
-        TILE_R=COMBINE_TILE, num_warps=COMBINE_TILE,
-    )  # fmt: skip

@@ -19,17 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_kernels.attention_rows import check_room, room_for
 from dflash_kernels.attention_walk import begin_softmax, tiles_in_sight, walk_context, walk_rows
-from dflash_kernels.block_attention import (
-    PLAIN,
-    Softmax,
-    block_attention_ref,
-    cap_of_products,
-    check_room,
-    check_softmax,
-    factor_of_products,
-    room_for,
-)
+from dflash_kernels.block_attention import block_attention_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats
 from dflash_kernels.kv_store import strides_of_caches
@@ -48,6 +40,7 @@ from dflash_kernels.launch_config import (
     require,
     tl,
 )
+from dflash_kernels.softmax import PLAIN, Softmax, cap_of_products, check_softmax, factor_of_products
 from dflash_kernels.tile_loads import can_describe, describe
 
 TILE_FIELDS = 8

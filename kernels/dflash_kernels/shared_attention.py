@@ -10,18 +10,11 @@ D head dim, C context.
 import torch
 from torch import Tensor
 
-from dflash_kernels.block_attention import (
-    PLAIN,
-    Softmax,
-    block_attention_ref,
-    check_room,
-    check_rows,
-    launch_blocks,
-    room_for,
-    strides_of,
-)
+from dflash_kernels.attention_rows import check_room, check_rows, room_for, strides_of
+from dflash_kernels.block_attention import block_attention_ref, launch_blocks
 from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable
 from dflash_kernels.launch_config import check_tensors, require
+from dflash_kernels.softmax import PLAIN, Softmax
 
 
 def shared_attention_ref(

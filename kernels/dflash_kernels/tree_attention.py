@@ -4,8 +4,8 @@ It differs from `block_attention.py` in the block: a row sees only the rows of i
 `context_len + depth`. All rows of a tree are verified in one forward, although several rows have one position.
 
 The kernel packs rows and query heads into tiles as `block_attention.py` does. If few requests leave the device idle, it
-also cuts the keys into parts, which the kernel of that module adds up. Every row sees the whole context, so only tiles
-of the tree's own keys need the ancestors.
+also cuts the keys into parts (`key_parts.py`). Every row sees the whole context, so only tiles of the tree's own keys
+need the ancestors.
 
 Axis letters: R requests, M rows of a tree, P pages, H heads, KV heads of keys and values, D head dim, S words.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_kernels.attention_rows import check_blocks, check_room, flat_blocks, room_for
 from dflash_kernels.attention_walk import (
     begin_softmax,
     context_rows,
@@ -23,24 +24,13 @@ from dflash_kernels.attention_walk import (
     walk_context,
     walk_tree,
 )
-from dflash_kernels.block_attention import (
-    PLAIN,
-    Softmax,
-    attend_ref,
-    cap_of_products,
-    check_blocks,
-    check_room,
-    combine_parts,
-    factor_of_products,
-    flat_blocks,
-    parts_in_use,
-    room_for,
-    room_for_parts,
-)
+from dflash_kernels.block_attention import attend_ref
 from dflash_kernels.draft_tree import TreeRows, is_ancestor
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
+from dflash_kernels.key_parts import combine_parts, parts_in_use, room_for_parts
 from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable
 from dflash_kernels.launch_config import MIN_DOT, attention_shape, ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.softmax import PLAIN, Softmax, cap_of_products, factor_of_products
 
 
 def tree_attention_ref(

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dflash_kernels import block_attention as module
-from dflash_kernels.block_attention import PLAIN, Softmax, block_attention, block_attention_ref
+from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.launch_config import FEW_KEYS, AttentionShape, BalancedShape, num_multiprocessors
+from dflash_kernels.softmax import PLAIN, Softmax
 from dflash_testing.tensors import (
     DEVICE,
     DTYPES,

@@ -14,7 +14,7 @@ import sys, torch
 sys.path.insert(0, "tests/kernels")
 import test_graphs
 from dflash_kernels import product
-from dflash_kernels.block_attention import PLAIN, Softmax
+from dflash_kernels.softmax import PLAIN, Softmax
 from dflash_kernels.activation import Gate, silu_mul
 from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.fp8_weight import FP8, Fp8Weight

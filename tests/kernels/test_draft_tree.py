@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels import tree_attention as module
-from dflash_kernels.block_attention import PLAIN, block_attention_ref, combine_parts
+from dflash_kernels.block_attention import block_attention_ref
 from dflash_kernels.draft_tree import (
     Tree,
     TreeRows,
@@ -19,8 +19,10 @@ from dflash_kernels.draft_tree import (
     build_tree_ref,
     is_ancestor,
 )
+from dflash_kernels.key_parts import combine_parts
 from dflash_kernels.launch_config import AttentionShape
 from dflash_kernels.slot_mapping import PAD
+from dflash_kernels.softmax import PLAIN
 from dflash_kernels.tree_attention import tree_attention, tree_attention_ref
 from dflash_kernels.tree_path import (
     PathRecords,

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.activation import GELU, Gate
-from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.delta_prompts import PromptChunks
 from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
@@ -21,6 +20,7 @@ from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.row_changes import HeldRows, ReadyRows
 from dflash_kernels.sandwich_norm import Beside
 from dflash_kernels.slot_mapping import PAD
+from dflash_kernels.softmax import PLAIN, Softmax
 from dflash_kernels.state_snapshots import LayerMemories, PassedRows, Snapshots
 from dflash_kernels.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels import block_attention as module
-from dflash_kernels.block_attention import PLAIN, Softmax, block_attention, block_attention_ref
+from dflash_kernels.block_attention import block_attention, block_attention_ref
 from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
 from dflash_kernels.fp8_config import has_fp8
 from dflash_kernels.fp8_weight import FP8
@@ -17,6 +17,7 @@ from dflash_kernels.launch_config import DESCRIBED_SHAPES, RaggedShape, ragged_s
 from dflash_kernels.ragged_attention import Segment, plan_ragged, ragged_attention, ragged_attention_ref
 from dflash_kernels.rope_store import KVPlace, rope_store, rope_store_ref
 from dflash_kernels.slot_mapping import PAD
+from dflash_kernels.softmax import PLAIN, Softmax
 from dflash_testing.tensors import (
     ARRANGEMENTS,
     DEVICE,

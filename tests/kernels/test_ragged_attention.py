@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_kernels import launch_config
 from dflash_kernels import ragged_attention as module
-from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref
+from dflash_kernels.block_attention import block_attention_ref
 from dflash_kernels.launch_config import (
     DESCRIBED_SHAPES,
     FEW_ROWS_SHAPE,
@@ -30,6 +30,7 @@ from dflash_kernels.ragged_attention import (
     ragged_attention_ref,
     room_for_plans,
 )
+from dflash_kernels.softmax import PLAIN, Softmax
 from dflash_kernels.tile_loads import describe
 from dflash_testing.tensors import (
     DEVICE,

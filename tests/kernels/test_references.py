@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref
+from dflash_kernels.block_attention import block_attention_ref
 from dflash_kernels.categorical import categorical_ref
 from dflash_kernels.kv_store import kv_store_ref
 from dflash_kernels.rope_norm import rms_norm_ref, rope_ref
 from dflash_kernels.sampling import filtered_probs_ref, sample_ref
 from dflash_kernels.slot_mapping import PAD, slot_mapping_ref
+from dflash_kernels.softmax import PLAIN, Softmax
 from dflash_kernels.uniform import uniform_ref
 from dflash_testing.tensors import SOFTMAXES, between_layers, random_softmax
 

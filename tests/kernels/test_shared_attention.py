@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from dflash_kernels import block_attention as module
-from dflash_kernels.block_attention import PLAIN, Softmax, block_attention_ref
+from dflash_kernels.block_attention import block_attention_ref
 from dflash_kernels.given_rows import give_rows_ref
 from dflash_kernels.launch_config import AttentionShape, BalancedShape
 from dflash_kernels.shared_attention import shared_attention, shared_attention_ref
+from dflash_kernels.softmax import PLAIN, Softmax
 from dflash_testing.tensors import DEVICE, SAMPLED_DTYPES, assert_rows_close, normal, random_pages
 
 WIDTHS, BLOCK, PAGE = [1, 6, 3, 2, 6], 6, 16

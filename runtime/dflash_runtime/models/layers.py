@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
-from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.delta_rule import Gates
 from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.rope_store import HALVES, KVPlace, Turn
+from dflash_kernels.softmax import PLAIN, Softmax
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import SINKS
 from dflash_runtime.draft_config import DraftConfig
