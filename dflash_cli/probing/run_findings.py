@@ -197,6 +197,15 @@ def _counters(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
         if id in notes:
             yield foreign_traffic(notes[id])
             return
+    if "counter-miscounts" in notes:
+        yield ServedFinding(
+            id="counters-miscount",
+            severity="warning",
+            seen=notes["counter-miscounts"],
+            follows="this counter is wrong, and the other counters agree with the answers, so no other client is the "
+            "reason. Dashboards that show it, such as tokens per second, are wrong",
+            next="add up the answers in place of this counter, and report it to the engine",
+        )
     if "requests-not-counted" in notes:
         yield ServedFinding(
             id="counters-incomplete",

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_cli.probing.counter_agreement import Answered, is_of_others, odd_counter
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServedAnswer, ServedSteps
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.errors import DFlashError
@@ -51,26 +52,16 @@ class CounterWatch:
         self._last = now or self._last
         if risen is None or risen.histogram is None:
             return None
-        if (risen.num_requests or 0) > 1 or exceeds_answers(risen, len(served.token_ids), 1):
+        own = Answered.of([served])
+        if is_of_others(risen, own):
             self.num_foreign += 1
+            return None
+        if odd_counter(risen, own) == "steps":
             return None
         try:
             return ServedSteps.of_histogram(risen.histogram)
         except ValueError:  # counters of another server
             return None
-
-
-def exceeds_answers(risen: ServerCounters, num_tokens: int, num_answers: int) -> bool:
-    """Return whether counters rose by more tokens than the answers have, so that other requests ran too.
-
-    A server may count one token more per answer, such as the end of a text. The last step of an answer may accept
-    tokens past its end.
-    """
-    most = num_tokens + num_answers
-    committed = (risen.num_drafts or 0) + (risen.num_accepted_drafts or sum(risen.per_pos_accepted))
-    past_end = len(risen.per_pos_accepted) * num_answers
-    has_more_steps = risen.has_sound_positions and bool(risen.per_pos_accepted) and committed > most + past_end
-    return (risen.num_tokens or 0) > most or has_more_steps
 
 
 def await_counters(

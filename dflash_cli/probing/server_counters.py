@@ -85,7 +85,7 @@ class ServerCounters:
         surplus, committed = accepted - sum(self.per_pos_accepted), drafts + accepted
         is_one_each = bool(drafts and self.per_pos_accepted) and abs(surplus - drafts) <= BONUS_SLACK * surplus
         known = self.num_tokens
-        return is_one_each and (known is None or (committed > known and _differ(committed, known)))
+        return is_one_each and (known is None or (committed > known and differ(committed, known)))
 
     @property
     def num_accepted_drafts(self) -> int | None:
@@ -98,12 +98,12 @@ class ServerCounters:
         by_position, accepted = sum(self.per_pos_accepted), self.num_accepted_tokens
         if accepted is None or not self.is_exact:
             return None
-        if self.per_pos_accepted and _differ(by_position, accepted):
+        if self.per_pos_accepted and differ(by_position, accepted):
             if self.counts_bonus:
                 return f"{accepted} accepted tokens in all, {by_position} by position and {self.num_drafts} steps"
             return f"{by_position} accepted tokens by position, {accepted} in all"
         drafted = self.num_draft_tokens
-        if drafted is not None and accepted > drafted and _differ(accepted, drafted):
+        if drafted is not None and accepted > drafted and differ(accepted, drafted):
             return f"{accepted} accepted tokens of {drafted} drafted ones"
         return None
 
@@ -216,7 +216,8 @@ def _foreign(where: str, found: str) -> UnsupportedError:
     return UnsupportedError(f"found {found}, expected {expected}", id="not-prometheus", path=where, expected=expected)
 
 
-def _differ(count: int, other: int) -> bool:
+def differ(count: int, other: int) -> bool:
+    """Whether two counts that must be equal contradict each other."""
     return abs(count - other) > max(MIN_CONTRADICTION, CONTRADICTION * max(count, other))
 
 
