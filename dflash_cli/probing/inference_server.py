@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import HttpClient
 from dflash_cli.probing.server_counters import ServerCounters, ServerMetrics, read_metrics
+from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_cli.probing.tool_calls import ServedToolCall, read_call, read_streamed_call
 from dflash_runtime.documents import NOT_REQUIRED, Limits, from_json, to_json
 from dflash_runtime.errors import InvalidConfig, RequestError, UnsupportedError, UsageError
@@ -229,10 +230,8 @@ class InferenceServer(ABC):
         """Token id -> log-probability in nats, for the most likely tokens after a text."""
 
     @abstractmethod
-    def told_logprobs(
-        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
-    ) -> list[tuple[int, float]]:
-        """The tokens of an answer, each with the log-probability in nats that the server tells of it."""
+    def told_logprobs(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ToldLogprobs:
+        """An answer with the log-probabilities that the server tells of its tokens."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

@@ -24,6 +24,7 @@ from dflash_cli.probing.inference_server import (
     Variant,
     ids_of,
 )
+from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_runtime.json_values import as_object
 
 COMPLETION, TOKENIZE, TEMPLATE = "/completion", "/tokenize", "/apply-template"
@@ -85,9 +86,7 @@ class LlamaCppServer(InferenceServer):
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
         return self.post(COMPLETION, self._body(prompt_ids, asked, variant), self._read_answer)
 
-    def told_logprobs(
-        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
-    ) -> list[tuple[int, float]]:
+    def told_logprobs(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ToldLogprobs:
         return self.post(COMPLETION, {**self._body(prompt_ids, asked, variant), "n_probs": 1}, _read_told)
 
     def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
@@ -139,8 +138,9 @@ class LlamaCppServer(InferenceServer):
         return self.post(TOKENIZE, {"content": text, "add_special": add_special, "parse_special": True}, ids_of)
 
 
-def _read_told(document: Any) -> list[tuple[int, float]]:
-    return [(int(item["id"]), float(item["logprob"])) for item in document["completion_probabilities"]]
+def _read_told(document: Any) -> ToldLogprobs:
+    found = document.get("completion_probabilities") or ()
+    return ToldLogprobs.of(ids_of(document), [item["logprob"] for item in found], [int(item["id"]) for item in found])
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:

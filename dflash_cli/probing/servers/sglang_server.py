@@ -20,6 +20,7 @@ from dflash_cli.probing.inference_server import (
     ids_of,
 )
 from dflash_cli.probing.lossy_settings import lossy_settings
+from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_runtime.json_values import is_int
 
 GENERATE, TOKENIZE = "/generate", "/tokenize"
@@ -73,9 +74,7 @@ class SglangServer(InferenceServer):
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
         return self.post(GENERATE, self._body(prompt_ids, asked, variant), _read_answer)
 
-    def told_logprobs(
-        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
-    ) -> list[tuple[int, float]]:
+    def told_logprobs(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ToldLogprobs:
         return self.post(GENERATE, {**self._body(prompt_ids, asked, variant), "return_logprob": True}, _read_told)
 
     def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
@@ -132,8 +131,9 @@ def _read_answer(document: Any) -> ServedAnswer:
     )
 
 
-def _read_told(document: Any) -> list[tuple[int, float]]:
-    return [(int(item[1]), float(item[0])) for item in document["meta_info"]["output_token_logprobs"]]
+def _read_told(document: Any) -> ToldLogprobs:
+    found = document["meta_info"].get("output_token_logprobs") or ()
+    return ToldLogprobs.of(ids_of(document, "output_ids"), [item[0] for item in found], [int(item[1]) for item in found])
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:

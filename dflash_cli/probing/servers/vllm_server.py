@@ -23,6 +23,7 @@ from dflash_cli.probing.inference_server import (
     steps_of,
 )
 from dflash_cli.probing.lossy_settings import lossy_settings
+from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_runtime.json_values import as_index, as_object
 from dflash_runtime.phrases import shorten
 
@@ -78,10 +79,9 @@ class VllmServer(InferenceServer):
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
         return self.post(COMPLETIONS, self._body(prompt_ids, asked, variant), _read_answer)
 
-    def told_logprobs(
-        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
-    ) -> list[tuple[int, float]]:
-        return self.post(COMPLETIONS, {**self._body(prompt_ids, asked, variant), "logprobs": 1}, _read_told)
+    def told_logprobs(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ToldLogprobs:
+        more = {"logprobs": 1, "return_tokens_as_token_ids": True}
+        return self.post(COMPLETIONS, {**self._body(prompt_ids, asked, variant), **more}, _read_told)
 
     def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
         body = {
@@ -140,9 +140,12 @@ def _read_answer(document: Any) -> ServedAnswer:
     )
 
 
-def _read_told(document: Any) -> list[tuple[int, float]]:
+def _read_told(document: Any) -> ToldLogprobs:
     choice = document["choices"][0]
-    return list(zip(ids_of(choice, "token_ids"), map(float, choice["logprobs"]["token_logprobs"]), strict=True))
+    found = as_object(choice.get("logprobs"))
+    names = [str(name).removeprefix(ID_PREFIX) for name in found.get("tokens") or ()]
+    ids = [int(name) for name in names] if names and all(map(str.isdecimal, names)) else None
+    return ToldLogprobs.of(ids_of(choice, "token_ids"), found.get("token_logprobs") or (), ids)
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:
