@@ -51,6 +51,9 @@ EXPLAINS: Mapping[str, set[str]] = {
     "replicas-answer-differently": {*UNSTEADY, "logprobs-wrong", "draft-fails-on-some-prompts"},
     "counters-contradict": {*SHAPES, *LOW, "acceptance-near-zero", "counters-incomplete", "counters-miscount"},
     "foreign-traffic": {"counters-miscount"},
+    "active-adapter-lowers-acceptance": {
+        "acceptance-low-everywhere", "acceptance-near-zero", "draft-fails-on-some-prompts", *REJECTED,
+    },
     "answers-repeat-one-token": {*SHAPES, *LOW, *LATER, "acceptance-near-zero", "temperature-ignored",
         "structured-output-broken", "tool-call-broken"},
     "several-replicas": {

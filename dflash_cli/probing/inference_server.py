@@ -16,7 +16,7 @@ from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_cli.probing.tool_calls import ServedToolCall, read_call, read_streamed_call
 from dflash_runtime.documents import NOT_REQUIRED, Limits, from_json, to_json
 from dflash_runtime.errors import InvalidConfig, RequestError, UnsupportedError, UsageError
-from dflash_runtime.json_values import as_object, is_int
+from dflash_runtime.json_values import as_object, is_int, is_number
 from dflash_runtime.metrics import MAX_DRAFT_TOKENS
 from dflash_runtime.phrases import closest, shorten
 from dflash_runtime.registry import Registry
@@ -63,6 +63,8 @@ class ServerFacts:
     undrafted_slots: Annotated[int | None, NOT_REQUIRED, "slots that the server says cannot draft"] = None
     lossy: Annotated[str | None, NOT_REQUIRED, "settings that make verification lossy, with their values"] = None
     adapters: Annotated[tuple[str, ...], NOT_REQUIRED, "adapters of the model that requests can name"] = ()
+    active_adapter: Annotated[str | None, NOT_REQUIRED, "adapters that the server applies to measured requests"] = None
+    own_penalties: Annotated[str | None, NOT_REQUIRED, "penalties that the server shows as its own, with values"] = None
 
     @property
     def is_lookup(self) -> bool:
@@ -77,7 +79,7 @@ class ServerFacts:
 
     def __post_init__(self) -> None:
         """Drop values that no server of the engine reports."""
-        names = ("release", "target", "draft", "method", "kv_dtype", "lossy")
+        names = ("release", "target", "draft", "method", "kv_dtype", "lossy", "active_adapter", "own_penalties")
         texts = {name: isinstance(getattr(self, name), str) for name in names}
         numbers = {
             name: is_int(value := getattr(self, name)) and 0 <= value <= most
@@ -216,6 +218,20 @@ class InferenceServer(ABC):
         neutral = {} if asked.temperature or variant.leaves_defaults else self.neutral
         own = {"asked": {"temperature": asked.temperature}, "likeliest": LIKELIEST, "flat": FLAT}[variant.decoding]
         return {**own, **neutral}
+
+    def own_penalties(self, settings: object) -> str | None:
+        """Penalties in a document of default settings that differ from `neutral`, as `name value`, or None."""
+        found = as_object(settings)
+        shown = [
+            f"{name} {found[name]:g}"
+            for name, value in self.neutral.items()
+            if is_number(found.get(name)) and found[name] != value
+        ]
+        return ", ".join(shown) or None
+
+    def without_adapter(self) -> "InferenceServer | None":
+        """The same server, asked without its active adapter; None if it has none or requests cannot leave it out."""
+        return None
 
     @abstractmethod
     def describe(self) -> ServerFacts:

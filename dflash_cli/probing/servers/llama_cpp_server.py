@@ -9,12 +9,14 @@ Without `--metrics` only a lower bound of the number of steps is known. Each ste
 and drafts at most K tokens. The length is therefore an upper bound.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, ClassVar
 
 from dflash_cli.probing.inference_server import (
+    MAX_SHOWN_CHARS,
     MEASURED,
     SERVERS,
     Asked,
@@ -25,7 +27,8 @@ from dflash_cli.probing.inference_server import (
     ids_of,
 )
 from dflash_cli.probing.told_logprobs import ToldLogprobs
-from dflash_runtime.json_values import as_object
+from dflash_runtime.json_values import as_object, is_number
+from dflash_runtime.phrases import shorten
 
 COMPLETION, TOKENIZE, TEMPLATE = "/completion", "/tokenize", "/apply-template"
 NO_DRAFT = ("", "none")
@@ -54,6 +57,10 @@ class LlamaCppServer(InferenceServer):
     how_to_report_steps = "--metrics, and ask with --concurrency 1"
 
     _num_draft_tokens: int | None = None
+    _active: tuple[Mapping[str, Any], ...] = ()
+    """The adapters that the server applies to each request."""
+    _scales: tuple[Mapping[str, Any], ...] = ()
+    """The scales of adapters that requests ask for; empty for the server's own."""
 
     def describe(self) -> ServerFacts:
         props = self.find("/props")
@@ -72,10 +79,27 @@ class LlamaCppServer(InferenceServer):
             max_concurrency=props.get("total_slots"),
             max_len=as_object(props.get("default_generation_settings")).get("n_ctx"),
             cache_block=1,
+            active_adapter=self._find_active(),
+            own_penalties=self.own_penalties(params),
             undrafted_slots=self._undrafted_slots(),
         )
         self._num_draft_tokens = facts.num_draft_tokens
         return facts
+
+    def _find_active(self) -> str | None:
+        """The adapters with a scale other than 0, by `/lora-adapters`, with their scales."""
+        listed = self.client.find("/lora-adapters")
+        items = [as_object(item) for item in listed] if isinstance(listed, list) else []
+        self._active = tuple(item for item in items if item.get("scale") and is_number(item["scale"]))
+        names = [f"{shorten(str(item.get('path')), MAX_SHOWN_CHARS)} at scale {item['scale']:g}" for item in self._active]
+        return ", ".join(names) or None
+
+    def without_adapter(self) -> InferenceServer | None:
+        if not self._active:
+            return None
+        other = copy.copy(self)
+        other._scales = tuple({"id": item.get("id"), "scale": 0} for item in self._active)
+        return other
 
     def _undrafted_slots(self) -> int | None:
         """How many slots cannot draft, by `/slots`; None if the server shows none, or none that can."""
@@ -100,6 +124,7 @@ class LlamaCppServer(InferenceServer):
             **self.sampling_fields(asked, variant),
             **(self.plain_fields if variant.is_plain else {}),
             **({} if variant.json_schema is None else {"json_schema": variant.json_schema}),
+            **({"lora": list(self._scales)} if self._scales else {}),
         }
 
     def _read_answer(self, document: Any) -> ServedAnswer:

@@ -19,6 +19,7 @@ from dflash_cli.probing.inference_server import (
     Variant,
     ids_of,
 )
+from dflash_cli.probing.listed_adapters import adapters_of, parent_of, with_model
 from dflash_cli.probing.lossy_settings import lossy_settings
 from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_runtime.json_values import is_int
@@ -51,8 +52,18 @@ class SglangServer(InferenceServer):
     how_to_report = "--speculative-algorithm DFLASH and --speculative-draft-model-path"
     how_to_report_steps = "a release that has spec_accept_histogram or spec_correct_drafts_histogram"
 
+    _parent: str | None = None
+    _adapters: tuple[str, ...] = ()
+    """The model of which the asked model is an adapter, and the adapters of the asked model."""
+
+    def without_adapter(self) -> InferenceServer | None:
+        return with_model(self, self._parent)
+
     def describe(self) -> ServerFacts:
         found = self.find("/server_info") or self.find("/get_server_info")
+        models = self.find("/v1/models").get("data")
+        self._parent = parent_of(models, self.model)
+        self._adapters = (self.model,) if self._parent else adapters_of(models, self.model)
         block = found.get("speculative_num_draft_tokens")
         return ServerFacts(
             engine=self.name,
@@ -69,6 +80,9 @@ class SglangServer(InferenceServer):
             has_prefix_cache=_opposite(found.get("disable_radix_cache")),
             cache_block=found.get("page_size"),
             lossy=lossy_settings(found),
+            adapters=() if self._parent else self._adapters,
+            active_adapter=self.model if self._parent else None,
+            own_penalties=self.own_penalties(found.get("preferred_sampling_params")),
         )
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
@@ -85,7 +99,11 @@ class SglangServer(InferenceServer):
         }
         if variant.json_schema is not None:
             sampling["json_schema"] = json.dumps(variant.json_schema)
-        return {"input_ids": list(prompt_ids), "sampling_params": sampling}
+        return {"input_ids": list(prompt_ids), "sampling_params": sampling, **self._adapter_fields()}
+
+    def _adapter_fields(self) -> Mapping[str, str]:
+        """The field that names an adapter. Requests of tokens have no field for the model."""
+        return {"lora_path": self.model} if self.model in self._adapters else {}
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
         body = {
@@ -93,6 +111,7 @@ class SglangServer(InferenceServer):
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True,
             "top_logprobs_num": 5,
+            **self._adapter_fields(),
         }
         return self.post(GENERATE, body, _read_logprobs)
 
@@ -103,6 +122,7 @@ class SglangServer(InferenceServer):
             "return_logprob": True,
             "logprob_start_len": max(0, len(prompt_ids) - 1),
             "top_logprobs_num": 1,
+            **self._adapter_fields(),
         }
         return self.post(GENERATE, body, lambda document: _read_scores(document, len(answer_ids)))
 

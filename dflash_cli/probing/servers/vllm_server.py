@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from dflash_cli.probing.inference_server import (
-    MAX_MODELS,
-    MAX_SHOWN_CHARS,
     MEASURED,
     SERVERS,
     Asked,
@@ -22,10 +20,10 @@ from dflash_cli.probing.inference_server import (
     ids_of,
     steps_of,
 )
+from dflash_cli.probing.listed_adapters import adapters_of, parent_of, with_model
 from dflash_cli.probing.lossy_settings import lossy_settings
 from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_runtime.json_values import as_index, as_object
-from dflash_runtime.phrases import shorten
 
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 SETTINGS = "/server_info?config_format=json"
@@ -56,11 +54,18 @@ class VllmServer(InferenceServer):
     how_to_report = "--speculative-config, and without --disable-log-stats"
     how_to_report_steps = "--per-request-spec-decode-metrics detailed (vLLM 0.29 or newer)"
 
+    _parent: str | None = None
+    """The model of which the asked model is an adapter."""
+
+    def without_adapter(self) -> InferenceServer | None:
+        return with_model(self, self._parent)
+
     def describe(self) -> ServerFacts:
         metrics = self.metrics()
         counters, cache = metrics.counters, metrics.infos.get(CACHE_CONFIG, {})
         models = self.find("/v1/models").get("data")
         model = _first_of(models, self.model)
+        self._parent = parent_of(models, self.model)
         return ServerFacts(
             engine=self.name,
             release=self.find("/version").get("version"),
@@ -68,7 +73,8 @@ class VllmServer(InferenceServer):
             is_drafting=counters is not None,
             num_draft_tokens=len(counters.per_pos_accepted) or None if counters is not None else None,
             target=model.get("root"),
-            adapters=_adapters_of(models, self.model),
+            adapters=adapters_of(models, self.model),
+            active_adapter=self.model if self._parent else None,
             max_len=model.get("max_model_len"),
             kv_dtype=cache.get("cache_dtype"),
             has_prefix_cache={"true": True, "false": False}.get(cache.get("enable_prefix_caching", "").lower()),
@@ -156,13 +162,6 @@ def _read_logprobs(document: Any) -> dict[int, float]:
 def _read_scores(document: Any, count: int) -> list[dict[int, float]]:
     found = document["choices"][0]["prompt_logprobs"][-count:]
     return [{int(token): float(item["logprob"]) for token, item in place.items()} for place in found]
-
-
-def _adapters_of(models: Any, model: str) -> tuple[str, ...]:
-    """The names in a list of models that have `model` as their parent."""
-    items = [as_object(item) for item in models[:MAX_MODELS]] if isinstance(models, list) else []
-    names = [item.get("id") for item in items if item.get("parent") == model]
-    return tuple(shorten(name, MAX_SHOWN_CHARS) for name in names if isinstance(name, str))
 
 
 def _first_of(models: Any, name: str) -> Mapping[str, Any]:
