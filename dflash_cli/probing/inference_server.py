@@ -130,6 +130,8 @@ class ServedAnswer:
     num_prompt        prompt tokens that the server read
     id                the name that the server gives this answer alone
     decode_ms         time of decoding without the prompt, by the server
+    started_s         when the request was sent, by this client's `time.perf_counter`
+    seconds           time from the request to the end of the answer, by this client
     """
 
     token_ids: tuple[Annotated[int, Limits(least=0, below=1 << 31)], ...]
@@ -144,6 +146,8 @@ class ServedAnswer:
     num_prompt: Annotated[int, Limits(least=0, below=MAX_LEN)] | None = None
     id: str | None = None
     decode_ms: Annotated[float, Limits(least=0)] | None = None
+    started_s: float | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +191,8 @@ class InferenceServer(ABC):
     """`owned_by` of the models that such a server lists at `/v1/models`."""
     counter_names: ClassVar[Mapping[str, str]]
     """The engine's names for fields of `ServerCounters`."""
+    load_names: ClassVar[Mapping[str, str]] = {}
+    """The engine's names of gauges `running` and `waiting`, and of the sum of its queue times in seconds, `queue_s`."""
     definition: ClassVar[str] = "vllm"
     """The definition of acceptance length that the engine uses, a key of `statistics.DEFINITIONS`."""
     how_to_report: ClassVar[str]
@@ -294,7 +300,7 @@ class InferenceServer(ABC):
         text = self.client.find_text("/metrics") or self.client.find_text("/metrics/")
         if text is None:
             return ServerMetrics()
-        self.readings.append(read_metrics(text, self.counter_names, f"{self.client.url}/metrics"))
+        self.readings.append(read_metrics(text, self.counter_names, f"{self.client.url}/metrics", self.load_names))
         return self.readings[-1]
 
     def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Read]) -> Read:

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.prompts import Conversation, PromptRow
@@ -107,7 +108,9 @@ def ask_row(
     conversation = Conversation(row)
     while not conversation.is_done:
         prompt_ids = conversation.next_prompt(tokenizer, chat=chat)
+        started = time.perf_counter()
         served = server.answer(prompt_ids, asked)
+        served = replace(served, started_s=started, seconds=time.perf_counter() - started)
         steps = served.steps
         if steps is None and watch is not None:
             steps = watch.steps_of(served)

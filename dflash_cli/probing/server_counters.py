@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Annotated
 
 from dflash_runtime.documents import NOT_REQUIRED
@@ -129,29 +130,40 @@ class ServerMetrics:
     counters   None if the server does not count drafts
     started_s  start of the process that answered, in seconds since 1970
     infos      labels of metrics that describe settings, by the metric's name
+    load       gauges and sums of the server's queue, under the keys of `InferenceServer.load_names`
     """
 
     counters: ServerCounters | None = None
     started_s: float | None = None
     infos: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    load: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_metrics(text: str, names: Mapping[str, str], where: str) -> ServerMetrics:
+def read_metrics(
+    text: str, names: Mapping[str, str], where: str, load_names: Mapping[str, str] = MappingProxyType({})
+) -> ServerMetrics:
     """The metrics in a text of the Prometheus format.
 
-    `names` has the engine's name for each field of `ServerCounters` that it counts.
+    `names` has the engine's name for each field of `ServerCounters` that it counts, `load_names` for its queue.
 
     Raises:
         UnsupportedError: the text is not in this format.
     """
-    relevant = _relevant(text, names)
+    relevant = _relevant(text, (*names.values(), *load_names.values()))
     samples = _samples(relevant, where)
     started = [value for name, _, value in samples if name == STARTED and math.isfinite(value)]
     return ServerMetrics(
         counters=_counters_of(samples, names, where, resolution=_resolution(relevant, names)),
         started_s=started[0] if started else None,
         infos={name: labels for name, labels, _ in samples if name.endswith(INFO)},
+        load=_load_of(samples, load_names),
     )
+
+
+def _load_of(samples: Sequence[Sample], names: Mapping[str, str]) -> Mapping[str, float]:
+    """The sums over engines and models; a value that is no number leaves out its metric."""
+    found = {key: [value for name, _, value in samples if name == names[key]] for key in names}
+    return {key: sum(values) for key, values in found.items() if values and all(map(math.isfinite, values))}
 
 
 def _counters_of(
@@ -191,9 +203,9 @@ def _resolution(text: str, names: Mapping[str, str]) -> int:
     return 1 if is_exact else 10 ** max((max(0, size + 1 - STREAM_DIGITS) for _, size in sizes), default=0)
 
 
-def _relevant(text: str, names: Mapping[str, str]) -> str:
+def _relevant(text: str, names: Sequence[str]) -> str:
     """The lines with a metric that is read, because parsing is slow; a text without one is returned whole."""
-    wanted = (*names.values(), STARTED, f"{INFO}{{")
+    wanted = (*names, STARTED, f"{INFO}{{")
     lines = [line for line in text.splitlines(keepends=True) if any(name in line for name in wanted)]
     return "".join(lines) or text
 

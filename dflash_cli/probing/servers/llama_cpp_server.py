@@ -48,6 +48,10 @@ class LlamaCppServer(InferenceServer):
         "per_pos_accepted": "llamacpp:spec_decode_num_accepted_tokens_per_pos",
         "num_tokens": "llamacpp:tokens_predicted",
     }
+    load_names: ClassVar[Mapping[str, str]] = {
+        "running": "llamacpp:requests_processing",
+        "waiting": "llamacpp:requests_deferred",
+    }
     drafts_every_step = False
     neutral: ClassVar[Mapping[str, Any]] = {
         "repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0,

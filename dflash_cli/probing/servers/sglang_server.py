@@ -44,6 +44,11 @@ class SglangServer(InferenceServer):
         "num_tokens": "sglang:generation_tokens",
         "num_cached_tokens": "sglang:cached_tokens",
     }
+    load_names: ClassVar[Mapping[str, str]] = {
+        "running": "sglang:num_running_reqs",
+        "waiting": "sglang:num_queue_reqs",
+        "queue_s": "sglang:queue_time_seconds_sum",
+    }
     can_score = True
     neutral: ClassVar[Mapping[str, Any]] = {
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,

@@ -47,6 +47,11 @@ class VllmServer(InferenceServer):
         "num_tokens": "vllm:generation_tokens",
         "num_cached_tokens": "vllm:prefix_cache_hits",
     }
+    load_names: ClassVar[Mapping[str, str]] = {
+        "running": "vllm:num_requests_running",
+        "waiting": "vllm:num_requests_waiting",
+        "queue_s": "vllm:request_queue_time_seconds_sum",
+    }
     can_score = True
     neutral: ClassVar[Mapping[str, Any]] = {
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
