@@ -95,9 +95,10 @@ def describe_odd(risen: ServerCounters, own: Answered) -> str | None:
     if name is None:
         return None
     if name == "steps":
-        count = f"{risen.num_drafts} steps and {risen.num_accepted_drafts} accepted draft tokens"
-        return f"the server counted {count}, and {own.num_tokens} tokens in {plural(own.num_answers, 'answer')}"
-    count, answered = getattr(risen, name) or 0, _figures(own).get(name, own.num_tokens)
+        counts = f"{risen.num_drafts} steps and {risen.num_accepted_drafts} accepted draft tokens"
+        return f"the server counted {counts}, and {own.num_tokens} tokens in {plural(own.num_answers, 'answer')}"
+    count: int = getattr(risen, name) or 0
+    answered = _figures(own).get(name, own.num_tokens)
     if name in ("num_requests", "num_tokens"):
         answered = own.num_answers if name == "num_requests" else own.num_tokens
     formula = _formula(count, risen, own) if name == "num_tokens" else None
@@ -139,7 +140,7 @@ def _has_more_tokens(risen: ServerCounters, own: Answered) -> bool:
 
 
 def _has_more_steps(risen: ServerCounters, own: Answered) -> bool:
-    """Whether steps committed more tokens than the answers have. An answer's last step may accept tokens past its end."""
+    """Whether steps committed more tokens than the answers have. An answer's last step may accept some past its end."""
     if not (risen.has_sound_positions and risen.per_pos_accepted):
         return False
     past_end = len(risen.per_pos_accepted) * own.num_answers

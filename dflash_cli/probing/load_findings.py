@@ -5,8 +5,8 @@ first one as early as alone, and each further one a whole answer later. Long pro
 servers, too, so that only runs with more tokens in answers than in prompts are judged by their times.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from dflash_cli.probing.inference_server import ServerFacts
@@ -19,8 +19,8 @@ MIN_AT_ONCE, MIN_ALONE_S = 3, 0.01
 """Fewer requests at the same time, and answers that take less time alone, are not judged by their times."""
 GAIN = 1.3
 """A server that runs several requests at a time gives more tokens per second than this, times those of one request."""
-EARLY, LATE = 0.6, 1.5
-"""Each answer of the first round ends after this many times the sum of the own answers' times alone."""
+EARLY, LATE, FITTING = 0.6, 1.5, 0.75
+"""This share of the answers must end between EARLY and LATE times their time alone after the answer before."""
 QUEUED, MIN_QUEUED_S = 0.4, 0.02
 """Share of the answers' time, and seconds per answer, in the server's own queue from which requests wait in it."""
 
@@ -33,7 +33,7 @@ def find_waiting(facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[Serv
     for run in runs:
         if run.concurrency == 1 or run.includes_others:
             continue
-        if _ends_in_turn(runs[0], run):
+        if _runs_in_turn(runs[0], run):
             reason = "its own queue holds the others" if run.load.waiting else (
                 "a limit, a lock or a gateway may be the reason; which one is not known"
             )  # fmt: skip
@@ -65,21 +65,29 @@ def _in_turn(severity: str, seen: str, reason: str) -> ServedFinding:
     )
 
 
-def _ends_in_turn(first: ServerRun, run: ServerRun) -> bool:
-    """Whether answers of the first round end one after another, each a whole answer later, and no token is gained."""
+def _runs_in_turn(first: ServerRun, run: ServerRun) -> bool:
+    """Whether a run gains no tokens per second, by its times and by the server's gauges or the ends of its answers."""
     alone = _alone(first)
-    answers = run.load.answers
-    whole = [alone.get(item.prompt_ids) for item in answers]
-    round_one = sorted(answers, key=lambda item: item.started_s)[: run.concurrency]
+    if run.concurrency < MIN_AT_ONCE or not alone or not run.load.answers or median(alone.values()) < MIN_ALONE_S:
+        return False
+    has_one = run.load.running == 1 and (run.load.waiting or 0) >= run.concurrency // 2
+    return (has_one and _queued(run.load) is not None) or (
+        _gain(first, run) <= GAIN and (has_one or _ends_in_turn(alone, run.load.answers))
+    )
+
+
+def _ends_in_turn(alone: Mapping[tuple[int, ...], float], answers: Sequence[TimedAnswer]) -> bool:
+    """Whether the first answer is as early as alone, and each further one ends its own time alone after the last."""
     num_prompt = sum(len(item.prompt_ids) for item in answers)
-    if len(round_one) < MIN_AT_ONCE or None in whole or num_prompt > sum(item.num_tokens for item in answers):
+    if num_prompt > sum(item.num_tokens for item in answers) or any(item.prompt_ids not in alone for item in answers):
         return False
-    if median(alone.values()) < MIN_ALONE_S or _gain(first, run) > GAIN:
-        return False
-    start = round_one[0].started_s
-    ends = sorted(round_one, key=lambda item: item.ended_s)
-    sums = accumulate(alone[item.prompt_ids] for item in ends)
-    return all(EARLY * total <= item.ended_s - start <= LATE * total for item, total in zip(ends, sums, strict=True))
+    usual, before, num_fit, start = median(alone.values()), -math.inf, 0, min(item.started_s for item in answers)
+    for item in answers:
+        gap = item.ended_s - max(before, item.started_s)
+        num_fit += any(EARLY * own <= gap <= LATE * own for own in (alone[item.prompt_ids], usual))
+        before = item.ended_s
+    is_early = answers[0].ended_s - start <= LATE * max(alone[answers[0].prompt_ids], usual)
+    return is_early and num_fit >= FITTING * len(answers)
 
 
 def _alone(first: ServerRun) -> dict[tuple[int, ...], float]:
@@ -88,8 +96,10 @@ def _alone(first: ServerRun) -> dict[tuple[int, ...], float]:
 
 
 def _gain(first: ServerRun, run: ServerRun) -> float:
-    """Tokens per second of a run, as a multiple of the same with one request at a time."""
-    return _rate(run.load.answers) / _rate_alone(first.load.answers)
+    """Tokens per second of a run, as a multiple of the same with one request at a time: in all, or of the median."""
+    alone = first.load.answers
+    usual = median(item.num_tokens / max(item.seconds, 1e-9) for item in alone)
+    return _rate(run.load.answers) / max(_rate_alone(alone), usual)
 
 
 def _rate(answers: Sequence[TimedAnswer]) -> float:
@@ -104,12 +114,12 @@ def _rate_alone(answers: Sequence[TimedAnswer]) -> float:
 
 
 def _rates(first: ServerRun, run: ServerRun) -> str:
-    round_one = sorted(run.load.answers, key=lambda item: item.started_s)[: run.concurrency]
-    waits = sorted(item.ended_s - round_one[0].started_s for item in round_one)
+    answers = run.load.answers
+    start, whole = min(item.started_s for item in answers), max(item.ended_s for item in answers)
     return (
-        f"{_rate(run.load.answers):.0f} tokens per second {run.name}, {_rate_alone(first.load.answers):.0f} with one "
-        f"request; the first {plural(len(waits), 'answer')} end one after another, after {waits[0]:.3f} to "
-        f"{waits[-1]:.3f} s, and take {median(item.seconds for item in first.load.answers):.3f} s alone"
+        f"{_rate(answers):.0f} tokens per second {run.name}, {_rate_alone(first.load.answers):.0f} with one request; "
+        f"{plural(len(answers), 'answer')} end one after another in {whole - start:.3f} s, and take "
+        f"{median(item.seconds for item in first.load.answers):.3f} s alone"
     )
 
 

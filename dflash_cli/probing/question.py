@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from dflash_cli.probing.counter_agreement import Answered, is_of_others, odd_counter
 from dflash_cli.probing.http_client import TimeIsUp
 from dflash_cli.probing.inference_server import (
     MEASURED,
@@ -18,7 +19,6 @@ from dflash_cli.probing.inference_server import (
     ServerFacts,
     Variant,
 )
-from dflash_cli.probing.counter_agreement import Answered, is_of_others, odd_counter
 from dflash_cli.probing.served_answers import await_counters, has_come
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.server_counters import ServerCounters

@@ -58,6 +58,9 @@ class RunLoad:
         )
 
 
+NO_LOAD = RunLoad()
+
+
 def _most(readings: Sequence[ServerMetrics], key: str) -> int | None:
     values = [reading.load[key] for reading in readings if key in reading.load]
     return int(max(values)) if values else None

@@ -38,6 +38,8 @@ EXPONENT = re.compile(r"(\d)\.?(\d*)e\+?(\d{1,2})", re.IGNORECASE)
 """The value of a sample's line, values that C++ streams do not print, and the digits and exponent of a value."""
 Sample = tuple[str, Mapping[str, str], float]
 """A metric's name, its labels and its value."""
+RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
+"""Labels of the ranks that compute one model together. SGLang can show the metrics of each."""
 STARTED, INFO = "process_start_time_seconds", "_info"
 
 
@@ -217,10 +219,23 @@ def _samples(text: str, where: str) -> tuple[Sample, ...]:
 
     try:
         families = list(text_string_to_metric_families(text))
-        return tuple((item.name, item.labels, float(item.value)) for family in families for item in family.samples)
+        return _of_one_rank(
+            [(item.name, item.labels, float(item.value)) for family in families for item in family.samples]
+        )
     except (ValueError, LookupError, ArithmeticError) as error:
         said = (str(error).splitlines() or ["no reason"])[0]
         raise _foreign(where, f"no text in Prometheus' format: {shorten(said, 200)}") from error
+
+
+def _of_one_rank(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The samples without copies by further ranks of one model, which count the same. The largest copy is kept."""
+    found: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
+    for sample in samples:
+        name, labels, value = sample
+        key = name, frozenset(item for item in labels.items() if item[0] not in RANKS)
+        if key not in found or not value <= found[key][2]:
+            found[key] = sample
+    return tuple(found.values())
 
 
 def _foreign(where: str, found: str) -> UnsupportedError:

@@ -22,7 +22,7 @@ from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import ServerUnreachable, TimeIsUp
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerFacts
 from dflash_cli.probing.run_figures import Origin, Rows, conversations_of, count_run, find_disagreement, pool_run
-from dflash_cli.probing.run_load import RunLoad
+from dflash_cli.probing.run_load import NO_LOAD, RunLoad
 from dflash_cli.probing.served_answers import CounterWatch, ask_row
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.documents import HIDDEN, INLINE, computed_key
@@ -106,7 +106,7 @@ class ServerRun:
     ids: Annotated[Mapping[tuple[int, ...], str], HIDDEN] = field(default_factory=dict)
     """Prompt -> the server's id of its answer."""
     read_lengths: Annotated[tuple["ReadLength", ...], HIDDEN] = ()
-    load: Annotated[RunLoad, HIDDEN] = RunLoad()
+    load: Annotated[RunLoad, HIDDEN] = NO_LOAD
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", round(self.seconds, 6))

@@ -88,8 +88,8 @@ def find_protocol_faults(whole: Sequence[ServedToolCall], streamed: Sequence[Ser
         id="chat-protocol-broken",
         severity="error",
         seen=", ".join(seen) + (f"; answers {sound[0]} are as the protocol says" if sound else ""),
-        follows="clients of OpenAI's protocol fail on such answers or miss the call. Such a field does not depend on the "
-        "draft: the server's writer of chat answers or a gateway is the reason",
+        follows="clients of OpenAI's protocol fail on such answers or miss the call. Types of fields do not depend on "
+        "the draft: the server's writer of chat answers or a gateway is the reason",
         next="look for a newer release or another parser of tool calls, and report it to the engine",
     )
     return [finding]

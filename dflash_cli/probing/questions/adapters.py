@@ -46,9 +46,7 @@ def _length(session: QuestionSession, name: str, usual: float) -> float | None:
     return _measure(session, with_model(session.server, name), lambda length: _is_low(length, usual))
 
 
-def _measure(
-    session: QuestionSession, server: InferenceServer | None, is_odd: Callable[[float], bool]
-) -> float | None:
+def _measure(session: QuestionSession, server: InferenceServer | None, is_odd: Callable[[float], bool]) -> float | None:
     """Tokens per step of a server; None if unknown. An odd length is measured again on more prompts."""
     if server is None:
         return None

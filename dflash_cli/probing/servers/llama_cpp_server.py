@@ -95,7 +95,9 @@ class LlamaCppServer(InferenceServer):
         listed = self.client.find("/lora-adapters")
         items = [as_object(item) for item in listed] if isinstance(listed, list) else []
         self._active = tuple(item for item in items if item.get("scale") and is_number(item["scale"]))
-        names = [f"{shorten(str(item.get('path')), MAX_SHOWN_CHARS)} at scale {item['scale']:g}" for item in self._active]
+        names = [
+            f"{shorten(str(item.get('path')), MAX_SHOWN_CHARS)} at scale {item['scale']:g}" for item in self._active
+        ]
         return ", ".join(names) or None
 
     def without_adapter(self) -> InferenceServer | None:

@@ -158,7 +158,9 @@ def _read_answer(document: Any) -> ServedAnswer:
 
 def _read_told(document: Any) -> ToldLogprobs:
     found = document["meta_info"].get("output_token_logprobs") or ()
-    return ToldLogprobs.of(ids_of(document, "output_ids"), [item[0] for item in found], [int(item[1]) for item in found])
+    return ToldLogprobs.of(
+        ids_of(document, "output_ids"), [item[0] for item in found], [int(item[1]) for item in found]
+    )
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:
