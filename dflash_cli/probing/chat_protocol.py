@@ -21,7 +21,7 @@ KINDS: Mapping[type, str] = {
 
 
 def whole_faults(document: Any) -> tuple[str, ...]:
-    """What differs from the protocol in an answer in one piece, in words."""
+    """Differences of an answer in one piece from the protocol, in words."""
     choice = _first(as_object(document).get("choices"))
     message = as_object(choice.get("message"))
     faults = list(_text_faults(message))
@@ -38,7 +38,7 @@ def whole_faults(document: Any) -> tuple[str, ...]:
 
 
 def stream_faults(events: Sequence[Any]) -> tuple[str, ...]:
-    """What differs from the protocol in the events of a stream, in words."""
+    """Differences of the events of a stream from the protocol, in words."""
     choices = [choice for event in events for choice in list_calls(as_object(event).get("choices"))]
     deltas = [as_object(choice.get("delta")) for choice in choices]
     faults = [fault for delta in deltas for fault in _text_faults(delta)]
@@ -46,7 +46,7 @@ def stream_faults(events: Sequence[Any]) -> tuple[str, ...]:
     faults += [f"role is {_shown(role)}, expected 'assistant'" for role in roles if role != "assistant"]
     pieces = [call for delta in deltas for call in list_calls(delta.get("tool_calls"))]
     if any(not is_int(piece.get("index")) for piece in pieces):
-        faults.append("a streamed piece of a tool call has no index")
+        faults.append("a streamed piece of a tool call lacks its index")
     calls: dict[Any, list[Mapping[str, Any]]] = {}
     for piece in pieces:
         calls.setdefault(repr(piece.get("index")), []).append(piece)
@@ -95,7 +95,7 @@ def _call_faults(call: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _arguments_faults(arguments: object) -> list[str]:
-    """A type other than a string. A string that is no JSON is a broken call, which the question names."""
+    """A type other than a string, or JSON in JSON. The question itself judges the JSON."""
     if isinstance(arguments, str):
         try:
             inner = loads(arguments.encode())

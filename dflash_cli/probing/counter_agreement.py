@@ -70,7 +70,7 @@ def is_of_others(risen: ServerCounters, own: Answered, num_extra: float = 0) -> 
 
 
 def odd_counter(risen: ServerCounters, own: Answered, num_extra: float = 0) -> Counter | None:
-    """The counter that differs from the answers while the others agree with them; None if there is none."""
+    """The counter that differs from the answers while the others agree with them, or None."""
     if num_extra or risen.contradiction is not None or (risen.num_requests or own.num_answers) < own.num_answers:
         return None
     has_more_tokens, has_own_steps = _has_more_tokens(risen, own), _has_own_steps(risen, own)
@@ -107,7 +107,7 @@ def describe_odd(risen: ServerCounters, own: Answered) -> str | None:
 
 
 def _figures(own: Answered) -> dict[Counter, int]:
-    """The counters whose counts the answers report too, with the answers' sums."""
+    """Counter -> the answers' own sum, for counts that the answers report too."""
     sums: dict[Counter, int | None] = {
         "num_drafts": own.num_steps, "num_draft_tokens": own.num_drafted, "num_accepted_tokens": own.num_accepted,
     }  # fmt: skip

@@ -59,7 +59,8 @@ EXPLAINS: Mapping[str, set[str]] = {
     "several-replicas": {
         "foreign-traffic", "counters-reset", "counters-incomplete", "counters-contradict", "counters-miscount",
         "partly-drafted", "draft-off-under-load", "prefix-cache-unused", "second-turn-not-cached",
-        "acceptance-falls-within-answers", "acceptance-falls-with-time", "draft-fails-on-some-prompts", "draft-capped", *SHAPES, *LATER, *NOT_DRAFTED,
+        "acceptance-falls-within-answers", "acceptance-falls-with-time",
+        "draft-fails-on-some-prompts", "draft-capped", *SHAPES, *LATER, *NOT_DRAFTED,
     },
     "draft-not-engaged": NOT_DRAFTED,
     "draft-capped": SHAPES,

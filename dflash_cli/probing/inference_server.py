@@ -16,7 +16,7 @@ from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_cli.probing.tool_calls import ServedToolCall, read_call, read_streamed_call
 from dflash_runtime.documents import NOT_REQUIRED, Limits, from_json, to_json
 from dflash_runtime.errors import InvalidConfig, RequestError, UnsupportedError, UsageError
-from dflash_runtime.json_values import as_object, is_int, is_number
+from dflash_runtime.json_values import as_object, is_int
 from dflash_runtime.metrics import MAX_DRAFT_TOKENS
 from dflash_runtime.phrases import closest, shorten
 from dflash_runtime.registry import Registry
@@ -225,18 +225,8 @@ class InferenceServer(ABC):
         own = {"asked": {"temperature": asked.temperature}, "likeliest": LIKELIEST, "flat": FLAT}[variant.decoding]
         return {**own, **neutral}
 
-    def own_penalties(self, settings: object) -> str | None:
-        """Penalties in a document of default settings that differ from `neutral`, as `name value`, or None."""
-        found = as_object(settings)
-        shown = [
-            f"{name} {found[name]:g}"
-            for name, value in self.neutral.items()
-            if is_number(found.get(name)) and found[name] != value
-        ]
-        return ", ".join(shown) or None
-
     def without_adapter(self) -> "InferenceServer | None":
-        """The same server, asked without its active adapter; None if it has none or requests cannot leave it out."""
+        """The same server, asked without its active adapter. None if requests cannot leave the adapter out."""
         return None
 
     @abstractmethod

@@ -16,7 +16,7 @@ def adapters_of(models: object, model: str) -> tuple[str, ...]:
 
 
 def parent_of(models: object, model: str) -> str | None:
-    """The model of which `model` is an adapter, or None."""
+    """The parent of `model` if it is an adapter, or None."""
     found = [item.get("parent") for item in _items(models) if item.get("id") == model]
     return next((name for name in found if isinstance(name, str) and name and name != model), None)
 

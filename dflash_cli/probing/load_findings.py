@@ -18,7 +18,7 @@ from dflash_runtime.phrases import plural
 MIN_AT_ONCE, MIN_ALONE_S = 3, 0.01
 """Fewer requests at the same time, and answers that take less time alone, are not judged by their times."""
 GAIN = 1.3
-"""A server that runs several requests at a time gives more tokens per second than this, times those of one request."""
+"""A server that runs several requests at a time gives GAIN times the tokens per second of one request, or more."""
 EARLY, LATE, FITTING = 0.6, 1.5, 0.75
 """This share of the answers must end between EARLY and LATE times their time alone after the answer before."""
 QUEUED, MIN_QUEUED_S = 0.4, 0.02

@@ -163,7 +163,7 @@ def read_metrics(
 
 
 def _load_of(samples: Sequence[Sample], names: Mapping[str, str]) -> Mapping[str, float]:
-    """The sums over engines and models; a value that is no number leaves out its metric."""
+    """The sums over engines and models of the metrics that have finite values."""
     found = {key: [value for name, _, value in samples if name == names[key]] for key in names}
     return {key: sum(values) for key, values in found.items() if values and all(map(math.isfinite, values))}
 
@@ -229,13 +229,16 @@ def _samples(text: str, where: str) -> tuple[Sample, ...]:
 
 def _of_one_rank(samples: Sequence[Sample]) -> tuple[Sample, ...]:
     """The samples without copies by further ranks of one model, which count the same. The largest copy is kept."""
-    found: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
+    copies: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
+    others = []
     for sample in samples:
         name, labels, value = sample
-        key = name, frozenset(item for item in labels.items() if item[0] not in RANKS)
-        if key not in found or not value <= found[key][2]:
-            found[key] = sample
-    return tuple(found.values())
+        rest = frozenset(item for item in labels.items() if item[0] not in RANKS)
+        if len(rest) == len(labels):
+            others.append(sample)
+        elif (name, rest) not in copies or not value <= copies[name, rest][2]:
+            copies[name, rest] = sample
+    return (*others, *copies.values())
 
 
 def _foreign(where: str, found: str) -> UnsupportedError:

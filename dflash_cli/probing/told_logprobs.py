@@ -21,7 +21,7 @@ class ToldLogprobs:
         """Entries of `values`, without empty ones. Without `ids` the entries are in the order of the tokens.
 
         Raises:
-            TypeError, ValueError: a value is no number, or there are more or fewer ids than values.
+            TypeError, ValueError: a value is not a number, or ids and values differ in number.
         """
         known = token_ids if ids is None and len(values) == len(token_ids) else ids or [None] * len(values)
         pairs = zip(known, values, strict=True)
@@ -34,7 +34,7 @@ class ToldLogprobs:
 
     @property
     def num_of_others(self) -> int:
-        """Entries at the place of another token than their own, if each token has an entry."""
+        """Entries that name another token than the answer has at the same position, if each token has an entry."""
         if len(self.entries) != len(self.token_ids):
             return 0
         each = zip(self.entries, self.token_ids, strict=True)
@@ -42,9 +42,9 @@ class ToldLogprobs:
 
     @property
     def by_place(self) -> dict[int, float]:
-        """Place in the answer -> log-probability, for entries that surely belong to the token at the place.
+        """Position in the answer -> log-probability, for entries that surely belong to the token there.
 
-        Among fewer entries than tokens, an entry belongs to a place if no other place of its token is possible.
+        If tokens lack entries, an entry counts only where its order among the others allows one position.
         """
         ids = [token for token, _ in self.entries]
         if not self.num_missing:
@@ -62,7 +62,7 @@ class ToldLogprobs:
 
 
 def _places(ids: Sequence[int | None], token_ids: Sequence[int]) -> list[int] | None:
-    """The first place for each id, in order, after the place of the id before; None if an id has no place."""
+    """The first position of each id after the position of the id before; None if the answer lacks an id."""
     places, start = [], 0
     for token in ids:
         place = next((place for place in range(start, len(token_ids)) if token_ids[place] == token), None)

@@ -21,7 +21,7 @@ PER_STEP = 0.15
 
 @dataclass(frozen=True, slots=True)
 class ToldAnswer:
-    """What the server tells of an answer. `pairs` has the told log-probability and the target's own, by place."""
+    """An answer with its log-probabilities. `pairs`: position -> the told log-probability and the target's own."""
 
     told: ToldLogprobs
     pairs: dict[int, tuple[float, float]]
@@ -72,7 +72,7 @@ def _num_alike(first: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _missing(session: QuestionSession, answers: Sequence[ToldAnswer]) -> tuple[str, list[ServedFinding]]:
-    """The number of entries, in words, and a finding if tokens have none."""
+    """The number of entries, in words, and a finding if tokens lack entries."""
     num_tokens = sum(len(item.told.token_ids) for item in answers)
     num_entries = sum(len(item.told.entries) for item in answers)
     seen = f"{num_entries} log-probabilities for the {num_tokens} tokens of {len(answers)} answers"
@@ -96,12 +96,12 @@ def _missing(session: QuestionSession, answers: Sequence[ToldAnswer]) -> tuple[s
 
 
 def _of_others(answers: Sequence[ToldAnswer]) -> Iterator[ServedFinding]:
-    """A finding if entries name other tokens than the answer has at their place."""
+    """A finding if entries name other tokens than the answer has at the same position."""
     num_entries = sum(len(item.told.entries) for item in answers)
     num_others = sum(item.told.num_of_others for item in answers)
     if num_entries >= MIN_TOKENS and num_others >= SHARE * num_entries:
         yield _finding(
-            f"{num_others} of {num_entries} log-probabilities name another token than the answer has at their place"
+            f"{num_others} of {num_entries} log-probabilities name another token than the answer has at this position"
         )
 
 

@@ -26,6 +26,7 @@ from dflash_cli.probing.inference_server import (
     Variant,
     ids_of,
 )
+from dflash_cli.probing.own_penalties import own_penalties
 from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_runtime.json_values import as_object, is_number
 from dflash_runtime.phrases import shorten
@@ -84,7 +85,7 @@ class LlamaCppServer(InferenceServer):
             max_len=as_object(props.get("default_generation_settings")).get("n_ctx"),
             cache_block=1,
             active_adapter=self._find_active(),
-            own_penalties=self.own_penalties(params),
+            own_penalties=own_penalties(params, self.neutral),
             undrafted_slots=self._undrafted_slots(),
         )
         self._num_draft_tokens = facts.num_draft_tokens

@@ -21,6 +21,7 @@ from dflash_cli.probing.inference_server import (
 )
 from dflash_cli.probing.listed_adapters import adapters_of, parent_of, with_model
 from dflash_cli.probing.lossy_settings import lossy_settings
+from dflash_cli.probing.own_penalties import own_penalties
 from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_runtime.json_values import is_int
 
@@ -59,7 +60,7 @@ class SglangServer(InferenceServer):
 
     _parent: str | None = None
     _adapters: tuple[str, ...] = ()
-    """The model of which the asked model is an adapter, and the adapters of the asked model."""
+    """The parent of the asked model if it is an adapter, and the names of adapters that requests can use."""
 
     def without_adapter(self) -> InferenceServer | None:
         return with_model(self, self._parent)
@@ -87,7 +88,7 @@ class SglangServer(InferenceServer):
             lossy=lossy_settings(found),
             adapters=() if self._parent else self._adapters,
             active_adapter=self.model if self._parent else None,
-            own_penalties=self.own_penalties(found.get("preferred_sampling_params")),
+            own_penalties=own_penalties(found.get("preferred_sampling_params"), self.neutral),
         )
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
@@ -107,7 +108,7 @@ class SglangServer(InferenceServer):
         return {"input_ids": list(prompt_ids), "sampling_params": sampling, **self._adapter_fields()}
 
     def _adapter_fields(self) -> Mapping[str, str]:
-        """The field that names an adapter. Requests of tokens have no field for the model."""
+        """The field that names an adapter, because requests of token ids cannot name a model."""
         return {"lora_path": self.model} if self.model in self._adapters else {}
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:

@@ -60,7 +60,7 @@ class VllmServer(InferenceServer):
     how_to_report_steps = "--per-request-spec-decode-metrics detailed (vLLM 0.29 or newer)"
 
     _parent: str | None = None
-    """The model of which the asked model is an adapter."""
+    """The parent of the asked model if it is an adapter."""
 
     def without_adapter(self) -> InferenceServer | None:
         return with_model(self, self._parent)

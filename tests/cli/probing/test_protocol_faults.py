@@ -149,7 +149,7 @@ REST = {"index": 0, "function": {"arguments": "{}"}}
         ([FIRST, REST, {**FIRST, "index": 1, "id": "b"}], "tool_calls", ""),
         ([], "stop", ""),
         ([FIRST, REST, {**FIRST, "index": 1}], "tool_calls", "share an id"),
-        ([FIRST, {"function": {"arguments": "{}"}}], "tool_calls", "no index"),
+        ([FIRST, {"function": {"arguments": "{}"}}], "tool_calls", "lacks its index"),
         ([{**FIRST, "id": None}, REST], "tool_calls", "id of a tool call"),
         ([{**FIRST, "type": "tool"}, REST], "tool_calls", "type of a tool call"),
         ([FIRST, {"index": 0, "function": {"arguments": {"x": 1}}}], "tool_calls", "arguments is an object"),

@@ -1,4 +1,4 @@
-"""Scripted servers whose queue, counters, log-probabilities, chat answers or active adapters are odd."""
+"""Scripted servers with faults of queues, counters, log-probabilities, chat answers and active adapters."""
 
 import json
 import threading

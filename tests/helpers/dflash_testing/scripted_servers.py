@@ -111,7 +111,7 @@ class Script(FakeEngine):
         return value
 
     def kept_logprobs(self, places: Sequence[int], accepted: Ids) -> Sequence[int]:
-        """The places in an answer of which the server tells log-probabilities. `accepted` has its steps."""
+        """The positions of an answer with log-probabilities. `accepted` has the answer's steps."""
         return places
 
     def as_events(self, events: list[Any]) -> list[Any]:
