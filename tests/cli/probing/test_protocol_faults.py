@@ -81,7 +81,9 @@ class Penalised(WithDefaults):
     def as_document(self, path: str, document: Any) -> Any:
         if path == "/props":
             document["default_generation_settings"]["params"] |= {"repeat_penalty": 1.2, "presence_penalty": 0.0}
-        return document | {"preferred_sampling_params": {"repetition_penalty": 1.2}} if document else document
+        if path == "/server_info" and document:
+            document["preferred_sampling_params"] = {"repetition_penalty": 1.2}
+        return document
 
 
 @pytest.mark.parametrize("style", [L, S], ids=["llama.cpp", "sglang"])
