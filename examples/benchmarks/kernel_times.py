@@ -21,7 +21,6 @@ from dflash_kernels import logit_tiles, tree_attention
 from dflash_kernels.activation import silu_mul, silu_mul_ref
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.candidate_walk import Codebooks
-from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.launch_config import VocabShape, attention_shape
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import REFERENCE, triton_kernels
@@ -208,7 +207,8 @@ def token_cases(requests: int) -> list[Case]:
         (f"argmax T {tokens}", lambda: KERNELS.argmax(logits), mismatch(ids.flatten(), logits.argmax(-1)),
          2 * tokens * VOCAB),
         (f"largest_probability T {tokens}", lambda: KERNELS.largest_probability(logits),
-         relative_error(KERNELS.largest_probability(logits), REFERENCE.largest_probability(logits.double())),
+         relative_error(*(suite.largest_probability(item).probabilities
+                          for suite, item in ((KERNELS, logits), (REFERENCE, logits.double())))),
          2 * tokens * VOCAB),
         sampled("greedy", plain, is_greedy=True), sampled("unfiltered", plain, has_filters=False),
         sampled("top-k top-p", cut), sampled("top-p", nucleus), sampled("top-p of thousands", wide),
@@ -227,18 +227,18 @@ def token_cases(requests: int) -> list[Case]:
 def tree_cases(requests: int, nodes: int) -> list[Case]:
     """Build trees from candidates of 15 positions, in one launch and as the reference. The error counts other trees."""
     logits = torch.randn(requests, 15, VOCAB, device="cuda") * 4
+    flat = logits.flatten(0, 1).bfloat16()
+    others = float((KERNELS.likely_tokens(flat, nodes)[0] != REFERENCE.likely_tokens(flat, nodes)[0]).double().mean())
     log_probs, ids = logits.log_softmax(-1).topk(nodes, dim=-1)
-    given = log_probs[:, :, None].contiguous(), ids, nodes
-    tree, expected = KERNELS.build_tree(*given), REFERENCE.build_tree(*given)
-    wrong = max(float((own != other).double().mean()) for own, other in zip(tree, expected, strict=True))
-    words = KERNELS.ancestor_words(tree.parents, 15)
-    is_other = float((words != REFERENCE.ancestor_words(tree.parents, 15)).double().mean())
+    given = log_probs[:, :, None].contiguous(), ids, ids[:, 0, 0], ids[:, 0, 0], nodes
+    trees = [kernels.build_tree(*given) for kernels in (KERNELS, REFERENCE)]
+    pairs = zip(*((*tree[:3], *tree.rows) for tree in trees), strict=True)
+    wrong = max(float((own != other).double().mean()) for own, other in pairs)
     name = f"R {requests} nodes {nodes}"
     return [
+        (f"likely_tokens {name}", lambda: KERNELS.likely_tokens(flat, nodes), others, 2.0 * len(flat) * VOCAB),
         (f"build_tree {name}", lambda: KERNELS.build_tree(*given), wrong, 0.0),
         (f"build_tree {name}, reference", lambda: REFERENCE.build_tree(*given), 0.0, 0.0),
-        (f"ancestor_words {name}", lambda: KERNELS.ancestor_words(tree.parents, 15), is_other, 0.0),
-        (f"ancestor_words {name}, reference", lambda: REFERENCE.ancestor_words(tree.parents, 15), 0.0, 0.0),
     ]
 
 
@@ -246,9 +246,8 @@ def tree_attention_cases(requests: int, context: int, nodes: int) -> list[Case]:
     """Attention of trees with the parts of the launch table, and in one part."""
     pages, rows = -(-context // PAGE) + 1, nodes + 1
     log_probs, ids = torch.randn(requests, 15, VOCAB, device="cuda").mul(4).log_softmax(-1).topk(nodes, dim=-1)
-    tree = KERNELS.build_tree(log_probs[:, :, None].contiguous(), ids, nodes)
-    depths, parents = (torch.nn.functional.pad(item, (1, 0)) for item in (tree.depths, tree.parents))
-    tree_rows = TreeRows(depths, KERNELS.ancestor_words(tree.parents, 15), parents)
+    anchors = ids[:, 0, 0]
+    tree_rows = KERNELS.build_tree(log_probs[:, :, None].contiguous(), ids, anchors, anchors, nodes).rows
     table = (torch.randperm(requests * pages, device="cuda") + 1).view(requests, pages)
     lens = torch.full((requests,), context, device="cuda")
     attend = functools.partial(KERNELS.tree_attention, window=None)

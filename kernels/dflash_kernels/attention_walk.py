@@ -206,25 +206,30 @@ def walk_block(
 
 @jit
 def walk_tree(
-    queries, depth, dim, depths, words, is_row, keys, values, keys_row, values_row, num_rows, begin, end,
+    queries, depth, dim, depths, word, words, is_row, keys, values, keys_row, values_row, num_rows, begin, end,
     acc, row_max, weight_sum, scale,
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+    NUM_WORDS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles `[begin, end)` of a tree's keys to a running softmax. The bits of `words` say what a row sees.
 
+    A tile of keys needs one word per row, because 64 is a multiple of TILE_N. `NUM_STAGES` is as in `walk_block`.
+
     depth   [TILE_M] depth of each query row
     depths  depths of the tree's rows
+    word    [TILE_M] first word of each query row
     words   [TILE_M] addresses of the first word of each query row
     """
-    for step in range(begin, end):
+    tl.static_assert(64 % TILE_N == 0)
+    for step in tl.range(begin, end, num_stages=NUM_STAGES):
         other = step * TILE_N + tl.arange(0, TILE_N)
         is_key = other < num_rows
+        if NUM_WORDS > 1:
+            word = tl.load(words + step * TILE_N // 64, mask=is_row, other=0)
         at = other.to(tl.int64)
         key_tile = _load_keys(keys, at * keys_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, False)
         value_tile = _load_keys(values, at * values_row, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, False, True)
-        is_pair = is_row[:, None] & is_key[None, :]
-        word = tl.load(words[:, None] + (other // 64)[None, :], mask=is_pair, other=0)
-        is_visible = ((word >> (at % 64)[None, :]) & 1) != 0
+        is_visible = is_key[None, :] & (((word[:, None] >> (at % 64)[None, :]) & 1) != 0)
         if WINDOW:
             other_depth = tl.load(depths + other, mask=is_key, other=0).to(tl.int32)
             is_visible = is_visible & (depth[:, None] - other_depth[None, :] < WINDOW)

@@ -17,21 +17,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of_2, require, tl, warps_for
+from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
+from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of_2, require, tl
 
 WORD_BITS = 64
-
-
-class Tree(NamedTuple):
-    """Drafted nodes of R requests in descending order of probability, [R, N] int64 each."""
-
-    token_ids: Tensor
-    """negative if the draft has fewer than N paths"""
-    parents: Tensor
-    """row of the parent; 0 is the anchor"""
-    depths: Tensor
-    """number of tokens from the anchor to the node: 1 to K"""
 
 
 class TreeRows(NamedTuple):
@@ -45,13 +36,40 @@ class TreeRows(NamedTuple):
     """[R, M] row of the parent; of the anchor 0"""
 
 
-def build_tree_ref(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree:
+class Tree(NamedTuple):
+    """Trees of R requests: the anchor, and the drafted nodes in descending order of probability. int64."""
+
+    draft_ids: Tensor
+    """[R, N] tokens of the nodes; negative if the draft has fewer than N paths"""
+    token_ids: Tensor
+    """[R, M] tokens that the target reads: 0 for nodes without a token"""
+    positions: Tensor
+    """[R, M] positions of the rows, which rows of one depth share"""
+    rows: TreeRows
+    """rows without a token have depth 1 and the anchor as their parent"""
+
+    @property
+    def parents(self) -> Tensor:
+        """[R, N] row of each node's parent."""
+        return self.rows.parents[:, 1:]
+
+    @property
+    def depths(self) -> Tensor:
+        """[R, N] number of tokens from the anchor to each node: 1 to K."""
+        return self.rows.depths[:, 1:]
+
+
+def build_tree_ref(
+    log_probs: Tensor, token_ids: Tensor, anchor_ids: Tensor, anchor_positions: Tensor, num_nodes: int
+) -> Tree:
     """Return the `num_nodes` most likely paths of each request.
 
-    log_probs  [R, K, B, C]; NaN counts as -inf, and a candidate of -inf is left out. With B = 1 every candidate of the
-               position before has the same distribution, and candidates are in descending order. The first position
-               reads the first row only.
-    token_ids  [R, K, C] int64, the tokens of these candidates
+    log_probs         [R, K, B, C]; NaN counts as -inf, and a candidate of -inf is left out. With B = 1 every candidate
+                      of the position before has the same distribution, and candidates are in descending order. The
+                      first position reads the first row only.
+    token_ids         [R, K, C] int64, the tokens of these candidates
+    anchor_ids        [R] int64
+    anchor_positions  [R] int64
 
     With B = 1, C = N candidates are enough for the exact tree, because a node's better siblings are nodes too. Equal
     products rank by depth, then by the parent's rank, then by the candidate's place.
@@ -81,16 +99,20 @@ def build_tree_ref(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree
     column = torch.arange(all_scores.shape[1], device=order.device)
     parents = before.gather(1, paths + column // num_nodes * num_nodes)
     order, is_node = order[:, :num_nodes], best[:, :num_nodes] > -torch.inf
+    draft_ids = torch.where(is_node, ids.gather(1, order), -1)
+    parents = torch.where(is_node, parents.gather(1, order), 0)
+    depths = F.pad(torch.where(is_node, order // num_nodes + 1, 1), (1, 0))
     return Tree(
-        token_ids=torch.where(is_node, ids.gather(1, order), -1),
-        parents=torch.where(is_node, parents.gather(1, order), 0),
-        depths=torch.where(is_node, order // num_nodes + 1, 1),
+        draft_ids=draft_ids,
+        token_ids=torch.cat((anchor_ids[:, None], draft_ids.clamp(min=0)), dim=1),
+        positions=anchor_positions[:, None] + depths,
+        rows=TreeRows(depths, ancestor_words(parents, num_positions), F.pad(parents, (1, 0))),
     )
 
 
 def _padded(values: Tensor, count: int, fill: float) -> Tensor:
     """Return the first `count` columns, filled up if there are fewer."""
-    return torch.nn.functional.pad(values, (0, count - values.shape[1]), value=fill)
+    return F.pad(values, (0, count - values.shape[1]), value=fill)
 
 
 @cache
@@ -109,7 +131,7 @@ def _pairs(num_nodes: int, num_candidates: int, is_sorted: bool, device: torch.d
     return path, place
 
 
-def ancestor_words_ref(parents: Tensor, num_positions: int) -> Tensor:
+def ancestor_words(parents: Tensor, num_positions: int) -> Tensor:
     """Return the set of each row's ancestors, the row itself included, as bits: [R, N] parents -> [R, M, S] int64.
 
     Bit `j % 64` of word `j // 64` stands for row j. `num_positions` is the greatest depth of a node.
@@ -119,7 +141,7 @@ def ancestor_words_ref(parents: Tensor, num_positions: int) -> Tensor:
     word = torch.arange(-(-num_rows // WORD_BITS), device=parents.device)
     own = torch.where(row[:, None] // WORD_BITS == word, torch.ones_like(row)[:, None] << row[:, None] % WORD_BITS, 0)
     words = own.expand(len(parents), -1, -1)
-    above = torch.nn.functional.pad(parents, (1, 0))
+    above = F.pad(parents, (1, 0))
     for _ in range(num_positions.bit_length()):  # each round doubles the number of known ancestors
         words = words | words.gather(1, above[:, :, None].expand_as(words))
         above = above.gather(1, above)
@@ -127,133 +149,181 @@ def ancestor_words_ref(parents: Tensor, num_positions: int) -> Tensor:
 
 
 PLACE_BITS, ROW_BITS, DEPTH_BITS = 12, 9, 10
-"""Bits of a candidate's place, of a parent's row and of a depth in a key. Together they are 31 bits."""
+"""Bits of a candidate's place, of a parent's row and of a depth in the mark of a node. Together they are 31 bits."""
+
+LANES = 32
+"""Least number of rows and candidates in a tile: one warp finds the least of 32 integers in one instruction."""
 
 _TL_ROW_SHIFT, _TL_DEPTH_SHIFT = constexpr(PLACE_BITS), constexpr(PLACE_BITS + ROW_BITS)
 _TL_PLACE_MASK, _TL_ROW_MASK = constexpr((1 << PLACE_BITS) - 1), constexpr((1 << ROW_BITS) - 1)
-_TL_DEPTH_MASK = constexpr((1 << DEPTH_BITS) - 1)
-_TL_NO_CHILD = constexpr(2**63 - 1)  # the key after the keys of all nodes
+_TL_NONE = constexpr(2**31 - 1)  # after the ranks of all scores, and after all marks
+
+
+@jit
+def _rank_of(score):
+    """Return an integer that is lower for a higher score. NaN and -inf have the rank of no node."""
+    bits = score.to(tl.int32, bitcast=True)
+    return tl.where(score > float("-inf"), tl.where(bits < 0, bits & 0x7FFFFFFF, ~bits), _TL_NONE)
+
+
+@jit
+def _score_of(rank):
+    """Return the score of a rank."""
+    return tl.where(rank < 0, ~rank, rank | -0x80000000).to(tl.float32, bitcast=True)
 
 
 @jit
 def _first_child(
-    log_probs, place, row, depth, score, before, after,
+    log_probs, candidate, depth, before, score, after_rank, after_place,
     NUM_POSITIONS: tl.constexpr, NUM_BEFORE: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Return the key of the first child of a row after the key `after`, or the key of no node.
+    """Return rank and place of a row's first child after the given rank and place, or the rank of no node.
 
-    A lower key has a higher score. Equal scores rank by the lower half of the key: depth, parent's row, place.
+    depth   of the child
+    before  place of the row's own token
+    score   of the row
     """
-    first = (depth - 1) * (NUM_BEFORE * NUM_CANDIDATES)
-    if NUM_BEFORE > 1:
-        first += before * NUM_CANDIDATES
-    is_candidate = (place < NUM_CANDIDATES) & (depth <= NUM_POSITIONS)
-    total = score + tl.load(log_probs + first + place, mask=is_candidate, other=float("-inf"))
-    bits = total.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits & 0x7FFFFFFF, ~bits)
-    lower = (depth << _TL_DEPTH_SHIFT) | (row << _TL_ROW_SHIFT) | place
-    key = (ordered.to(tl.int64) << 32) | lower
-    return tl.min(tl.where((total > float("-inf")) & (key > after), key, _TL_NO_CHILD), 0)
+    first = ((depth - 1) * NUM_BEFORE + before) * NUM_CANDIDATES
+    is_candidate = (candidate < NUM_CANDIDATES) & (depth <= NUM_POSITIONS)
+    ranks = _rank_of(score + tl.load(log_probs + first + candidate, mask=is_candidate, other=float("-inf")))
+    is_later = (ranks > after_rank) | ((ranks == after_rank) & (candidate > after_place))
+    ranks = tl.where(is_later, ranks, _TL_NONE)
+    rank = tl.min(ranks, 0)
+    return rank, tl.min(tl.where(ranks == rank, candidate, _TL_PLACE_MASK), 0)
+
+
+@jit
+def _grow(
+    log_probs, row, num_nodes,
+    NUM_POSITIONS: tl.constexpr, NUM_BEFORE: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Return the mark of each row's node, [TILE_M]: depth, parent's row and place. It is 0 for rows without a node.
+
+    Each row has one child in the frontier: the first one that is not a node yet. The next node is the child with the
+    lowest rank; equal ranks are ordered by mark. Then its parent's next child and its own first child join.
+    """
+    candidate = tl.arange(0, TILE_C)
+    zero = tl.zeros((), tl.int32)
+    rank, place = _first_child(
+        log_probs, candidate, zero + 1, zero, 0.0, zero - 0x7FFFFFFF, zero, NUM_POSITIONS, NUM_BEFORE, NUM_CANDIDATES
+    )
+    if NUM_BEFORE == 1:
+        # Read most log-probabilities that the loop will read, all at once, so that it finds them in the nearest cache.
+        position, first = tl.arange(0, TILE_K)[:, None], tl.arange(0, 8)[None, :]
+        is_read = (position < NUM_POSITIONS) & (first < NUM_CANDIDATES)
+        read = tl.load(log_probs + position * NUM_CANDIDATES + first, mask=is_read, other=float("-inf"))
+        rank = tl.where(tl.max(tl.max(read, 1), 0) > float("-inf"), rank, _TL_NONE)
+    ranks = tl.where(row == 0, rank, _TL_NONE)  # of the frontier
+    marks = ((zero + 1) << _TL_DEPTH_SHIFT) | (row << _TL_ROW_SHIFT) | place
+    scores = tl.zeros((TILE_M,), tl.float32)
+    nodes = tl.zeros((TILE_M,), tl.int32)
+    for node in range(num_nodes):
+        rank = tl.min(ranks, 0)
+        mark = tl.min(tl.where(ranks == rank, marks, _TL_NONE), 0)
+        depth, place = mark >> _TL_DEPTH_SHIFT, mark & _TL_PLACE_MASK
+        is_node = rank != _TL_NONE
+        is_own = (row == node + 1) & is_node
+        is_parent = (row == ((mark >> _TL_ROW_SHIFT) & _TL_ROW_MASK)) & is_node
+        nodes = tl.where(is_own, mark, nodes)
+        scores = tl.where(is_own, _score_of(rank), scores)
+        new_depths = tl.where(is_own, depth + 1, depth)
+        if NUM_BEFORE == 1:
+            # Candidates are in descending order: the next child is the next candidate.
+            new_places = tl.where(is_own, 0, place + 1)
+            has_next = (is_own & (depth < NUM_POSITIONS)) | (is_parent & (place + 1 < NUM_CANDIDATES))
+            source = log_probs + (new_depths - 1) * NUM_CANDIDATES + new_places
+            new_ranks = _rank_of(scores + tl.load(source, mask=has_next, other=float("-inf")))
+        else:
+            parent_bits = tl.where(is_parent, scores.to(tl.int32, bitcast=True), 0)
+            parent_score = tl.sum(parent_bits, 0).to(tl.float32, bitcast=True)
+            before = tl.sum(tl.where(is_parent, nodes & _TL_PLACE_MASK, 0), 0)
+            next_rank, next_place = _first_child(
+                log_probs, candidate, depth, before, parent_score, rank, place,
+                NUM_POSITIONS, NUM_BEFORE, NUM_CANDIDATES,
+            )  # fmt: skip
+            first_rank, first_place = _first_child(
+                log_probs, candidate, depth + 1, place, _score_of(rank), zero - 0x7FFFFFFF, zero,
+                NUM_POSITIONS, NUM_BEFORE, NUM_CANDIDATES,
+            )  # fmt: skip
+            new_ranks = tl.where(is_own, first_rank, next_rank)
+            new_places = tl.where(is_own, first_place, next_place)
+        joins = is_own | is_parent
+        ranks = tl.where(joins, new_ranks, ranks)
+        new_marks = (new_depths << _TL_DEPTH_SHIFT) | (row << _TL_ROW_SHIFT) | new_places
+        marks = tl.where(joins, new_marks, marks)
+    return nodes
 
 
 @jit(do_not_specialize=["num_nodes"])
 def _build_tree_kernel(
-    log_probs, token_ids, ids, parents, depths, num_nodes,
-    NUM_POSITIONS: tl.constexpr, NUM_BEFORE: tl.constexpr, NUM_CANDIDATES: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_C: tl.constexpr,
+    log_probs, candidate_ids, anchor_ids, anchor_positions, draft_ids, token_ids, positions, depths, words, parents,
+    num_nodes, ids_stride, positions_stride,
+    NUM_POSITIONS: tl.constexpr, NUM_BEFORE: tl.constexpr, NUM_CANDIDATES: tl.constexpr, NUM_WORDS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     request = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, TILE_M)
+    anchor_id = tl.load(anchor_ids + request * ids_stride)
+    anchor_position = tl.load(anchor_positions + request * positions_stride)
     log_probs += request * (NUM_POSITIONS * NUM_BEFORE * NUM_CANDIDATES)
-    token_ids += request * (NUM_POSITIONS * NUM_CANDIDATES)
-    place, row = tl.arange(0, TILE_C).to(tl.int64), tl.arange(0, TILE_M)
-    zero = tl.zeros((), tl.int64)
-    least = tl.full((), -(2**63), tl.int64)
-    score = tl.zeros((), tl.float32)
-    child = _first_child(
-        log_probs, place, zero, zero + 1, score, zero, least, NUM_POSITIONS, NUM_BEFORE, NUM_CANDIDATES
-    )
-    keys = tl.where(row == 0, child, _TL_NO_CHILD)  # each row's first child that is not a node yet
-    scores = tl.zeros((TILE_M,), tl.float32)
-    places = tl.zeros((TILE_M,), tl.int64)
-    for node in range(num_nodes):
-        key = tl.min(keys, 0)
-        is_node = key != _TL_NO_CHILD
-        depth = (key >> _TL_DEPTH_SHIFT) & _TL_DEPTH_MASK
-        parent = (key >> _TL_ROW_SHIFT) & _TL_ROW_MASK
-        chosen = key & _TL_PLACE_MASK
-        token = tl.load(token_ids + (depth - 1) * NUM_CANDIDATES + chosen, mask=is_node, other=-1)
-        tl.store(ids + request * num_nodes + node, token)
-        tl.store(parents + request * num_nodes + node, tl.where(is_node, parent, 0))
-        tl.store(depths + request * num_nodes + node, tl.where(is_node, depth, 1))
-        parent_score = tl.sum(tl.where(row == parent, scores, 0.0), 0)
-        parent_place = tl.sum(tl.where(row == parent, places, 0), 0)
-        sibling = _first_child(
-            log_probs, place, parent, depth, parent_score, parent_place, key, NUM_POSITIONS, NUM_BEFORE, NUM_CANDIDATES
-        )
-        ordered = (key >> 32).to(tl.int32)
-        score = tl.where(ordered < 0, ~ordered, ordered | -0x80000000).to(tl.float32, bitcast=True)
-        own = zero + node + 1
-        child = _first_child(
-            log_probs, place, own, depth + 1, score, chosen, least, NUM_POSITIONS, NUM_BEFORE, NUM_CANDIDATES
-        )
-        keys = tl.where(is_node & (row == parent), sibling, tl.where(row == own, child, keys))
-        scores = tl.where(row == own, score, scores)
-        places = tl.where(row == own, chosen, places)
+    nodes = _grow(log_probs, row, num_nodes, NUM_POSITIONS, NUM_BEFORE, NUM_CANDIDATES, TILE_M, TILE_C, TILE_K)
+    is_node, is_row = nodes > 0, row <= num_nodes
+    depth, parent = nodes >> _TL_DEPTH_SHIFT, (nodes >> _TL_ROW_SHIFT) & _TL_ROW_MASK
+    source = (request * NUM_POSITIONS + depth - 1) * NUM_CANDIDATES + (nodes & _TL_PLACE_MASK)
+    draft_id = tl.load(candidate_ids + source, mask=is_node, other=-1)
+    depth = tl.where(is_node | (row == 0), depth, 1)
+    target = request * (num_nodes + 1) + row
+    tl.store(draft_ids + request * num_nodes + row - 1, draft_id, mask=is_row & (row > 0))
+    tl.store(token_ids + target, tl.where(row == 0, anchor_id, tl.maximum(draft_id, 0)), mask=is_row)
+    tl.store(positions + target, anchor_position + depth, mask=is_row)
+    tl.store(depths + target, depth.to(tl.int64), mask=is_row)
+    tl.store(parents + target, parent.to(tl.int64), mask=is_row)
+    deepest = tl.max(depth, 0)
+    for word in range(NUM_WORDS):
+        found, current = tl.zeros((TILE_M,), tl.int64), row
+        for _ in range(deepest + 1):
+            bit = tl.full((TILE_M,), 1, tl.int64) << (current & 63)
+            found |= tl.where(current >> 6 == word, bit, 0)
+            current = tl.gather(parent, current, 0)
+        tl.store(words + target * NUM_WORDS + word, found, mask=is_row)
 
 
-def build_tree(log_probs: Tensor, token_ids: Tensor, num_nodes: int) -> Tree:
+def build_tree(
+    log_probs: Tensor, token_ids: Tensor, anchor_ids: Tensor, anchor_positions: Tensor, num_nodes: int
+) -> Tree:
     """Compute `build_tree_ref` in one launch, one program per request.
 
     A program adds one node after another: the most likely child that any row has left. This gives the same order as
     growing levels, because a parent and better siblings always come first. It needs log-probabilities of at most 0.
+    One warp does this in registers, where the least of 32 values takes one instruction.
     """
-    check_tensors(log_probs, token_ids)
+    check_tensors(log_probs, token_ids, anchor_ids, anchor_positions)
     num_requests, num_positions, num_before, num_candidates = log_probs.shape
     require(log_probs.dtype == torch.float32, "log_probs", "float32")
     require(token_ids.shape == (num_requests, num_positions, num_candidates), "token_ids", "one per candidate")
+    require(anchor_ids.shape == anchor_positions.shape == (num_requests,), "anchor_ids, anchor_positions", "one each")
     require(num_candidates <= 1 << PLACE_BITS, "log_probs", f"at most {1 << PLACE_BITS} candidates")
     require(num_positions < (1 << DEPTH_BITS) - 1, "log_probs", "fewer positions")
     require(0 < num_nodes < 1 << ROW_BITS, "num_nodes", f"1 to {(1 << ROW_BITS) - 1}")
-    tree = Tree(*(token_ids.new_empty((num_requests, num_nodes)) for _ in Tree._fields))
+    num_rows, num_words = num_nodes + 1, -(-(num_nodes + 1) // WORD_BITS)
+
+    def room(*shape: int) -> Tensor:
+        return token_ids.new_empty((num_requests, *shape))
+
+    rows = TreeRows(room(num_rows), room(num_rows, num_words), room(num_rows))
+    tree = Tree(room(num_nodes), room(num_rows), room(num_rows), rows)
     if num_requests:
         _build_tree_kernel[(num_requests,)](
-            log_probs.contiguous(), token_ids.contiguous(), *tree, num_nodes, NUM_POSITIONS=num_positions,
-            NUM_BEFORE=num_before, NUM_CANDIDATES=num_candidates, TILE_M=power_of_2(num_nodes + 1),
-            TILE_C=power_of_2(num_candidates), num_warps=1,
+            log_probs.contiguous(), token_ids.contiguous(), anchor_ids, anchor_positions, *tree[:3], *rows, num_nodes,
+            anchor_ids.stride(0), anchor_positions.stride(0), NUM_POSITIONS=num_positions, NUM_BEFORE=num_before,
+            NUM_CANDIDATES=num_candidates, NUM_WORDS=num_words, TILE_M=max(power_of_2(num_rows), LANES),
+            TILE_C=max(power_of_2(num_candidates), LANES), TILE_K=power_of_2(num_positions), num_warps=1,
+            **early(log_probs.device),
         )  # fmt: skip
     return tree
-
-
-@jit(do_not_specialize=["num_nodes"])
-def _ancestor_words_kernel(
-    parents, words, num_nodes, num_positions, NUM_WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_S: tl.constexpr
-):  # fmt: skip
-    request = tl.program_id(0).to(tl.int64)
-    row, word = tl.arange(0, TILE_M).to(tl.int64), tl.arange(0, TILE_S)
-    current = row
-    found = tl.zeros((TILE_M, TILE_S), tl.int64)
-    for _ in range(num_positions + 1):
-        bit = tl.full((TILE_M,), 1, tl.int64) << current % 64
-        found |= tl.where((current // 64)[:, None] == word[None, :], bit[:, None], 0)
-        is_above = (current > 0) & (current <= num_nodes)
-        current = tl.load(parents + request * num_nodes + current - 1, mask=is_above, other=0)
-    target = (request * (num_nodes + 1) + row)[:, None] * NUM_WORDS + word[None, :]
-    tl.store(words + target, found, mask=(row <= num_nodes)[:, None] & (word < NUM_WORDS)[None, :])
-
-
-def ancestor_words(parents: Tensor, num_positions: int) -> Tensor:
-    """Compute `ancestor_words_ref` in one launch, one program per request. Each row walks up to the anchor."""
-    check_tensors(parents)
-    num_requests, num_nodes = parents.shape
-    num_words = -(-(num_nodes + 1) // WORD_BITS)
-    words = parents.new_empty((num_requests, num_nodes + 1, num_words))
-    if num_requests:
-        tile_m, tile_s = power_of_2(num_nodes + 1), power_of_2(num_words)
-        _ancestor_words_kernel[(num_requests,)](
-            parents.contiguous(), words, num_nodes, num_positions, NUM_WORDS=num_words, TILE_M=tile_m, TILE_S=tile_s,
-            num_warps=warps_for(tile_m * tile_s),
-        )  # fmt: skip
-    return words
 
 
 def is_ancestor(words: Tensor) -> Tensor:
@@ -268,11 +338,11 @@ def ranks_of_text(tree: Tree, text: Tensor) -> Tensor:
     N stands for a token without a node. The first n nodes of a tree are the tree of n nodes, so the tokens with ranks
     below n are the tokens that this smaller tree accepts.
     """
-    num_nodes = tree.token_ids.shape[1]
+    num_nodes = tree.draft_ids.shape[1]
     row, ranks = torch.zeros_like(text[:, :1]), []
     for place in range(text.shape[1]):
         token = text[:, place : place + 1]
-        is_next = (tree.token_ids >= 0) & (tree.token_ids == token) & (tree.parents == row)
+        is_next = (tree.draft_ids >= 0) & (tree.draft_ids == token) & (tree.parents == row)
         rank = torch.where(is_next.any(1), is_next.long().argmax(1), num_nodes)
         row = torch.where(rank < num_nodes, rank + 1, -1)[:, None]  # no node has this parent
         ranks.append(rank)

@@ -67,6 +67,12 @@ def without_nans(raw):
 
 
 @jit
+def first_id(scores, token, max_score, vocab_size):
+    """Return the lowest id with the highest logit, or an arbitrary id if no token has this logit."""
+    return tl.min(tl.where(scores == max_score, token, vocab_size - 1), 0).to(tl.int64)
+
+
+@jit
 def load_scores(row_logits, token, vocab_size):
     """Load the logits of tokens with -inf for NaN and the largest float for +inf, so that weights are never NaN."""
     return tl.minimum(without_nans(load_raw(row_logits, token, vocab_size)), MAX_FLOAT)

@@ -20,6 +20,7 @@ from dflash_kernels.launch_config import check_tensors, constexpr, jit, require,
 from dflash_kernels.logit_tiles import (
     MAX_FLOAT,
     check_logits,
+    first_id,
     launch_stats,
     load_maxes,
     load_raw,
@@ -138,17 +139,11 @@ def filtered_probs_ref(
 
 
 @jit
-def _first_id(scores, token, max_score, vocab_size):
-    """Return the lowest id with the highest logit, or an arbitrary id if no token has this logit."""
-    return tl.min(tl.where(scores == max_score, token, vocab_size - 1), 0).to(tl.int64)
-
-
-@jit
 def _best_id(row_logits, maxes, max_score, vocab_size, TILE_V: tl.constexpr, TILE_T: tl.constexpr):
     """Return the argmax. It reads the first tile with the highest logit a second time."""
     tile = tl.min(tl.where(maxes == max_score, tl.arange(0, TILE_T), TILE_T), 0)
     token = tile * TILE_V + tl.arange(0, TILE_V)
-    return _first_id(without_nans(load_raw(row_logits, token, vocab_size)), token, max_score, vocab_size)
+    return first_id(without_nans(load_raw(row_logits, token, vocab_size)), token, max_score, vocab_size)
 
 
 @jit

@@ -3,7 +3,8 @@
 Both consist of many small decisions about a few integers per request. Separate operations would take a hundred
 launches. These kernels take one launch for the beginning and one for the end.
 
-Axis letters: B rows of the state, R requests, N block rows, W verified rows, S stop ids, P pages.
+Axis letters: B rows of the state, R requests, N block rows, W verified rows, S stop ids, P pages. A tree has M rows,
+and the path that it gives has W.
 """
 
 from collections.abc import Sequence
@@ -11,11 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dflash_kernels.accept import accept_block_ref, decide
 from dflash_kernels.early_launch import early, wait_for_launches_before
 from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.slot_mapping import PAD, slot_mapping_ref, slots_at
+from dflash_kernels.tree_path import Path
 
 NUM_FIELDS = 6
 """Columns of a packed row before its token ids: committed, accepted, drafting, done, finite rows, generation."""
@@ -63,7 +66,7 @@ class StepRows(NamedTuple):
     block_ids: Tensor
     """[R, N] the anchor, then mask tokens"""
     slots: Tensor
-    """[R, W], PAD for positions without a reserved page"""
+    """[R, W], or [R, M] of the rows of a tree, PAD for positions without a reserved page"""
 
 
 class Bounds(NamedTuple):
@@ -77,13 +80,16 @@ class Bounds(NamedTuple):
 
 
 def open_step_ref(state: RowState, rows: Tensor, num_block: int, num_verified: int, bounds: Bounds) -> StepRows:
-    """Return the rows of a step that verifies the first W = `num_verified` rows of blocks of N = `num_block` rows.
+    """Return the rows of a step with blocks of N = `num_block` rows that stores W = `num_verified` rows of KV.
+
+    It verifies the first W rows of each block, or a tree of M = W rows.
 
     rows  [R] int64, rows of the state; a done row may occur several times
     """
     is_alive = ~state.done[rows]
     kv_lens, anchors = state.kv_lens[rows], state.anchors[rows]
-    positions = kv_lens[:, None] + torch.arange(num_block, device=rows.device)
+    places = torch.arange(max(num_block, num_verified), device=rows.device)
+    positions = kv_lens[:, None] + places
     reserved_lens = torch.where(is_alive, state.reserved_lens[rows], 0).clamp(max=bounds.max_model_len)
     can_draft = is_alive & (kv_lens <= bounds.last_draft_len) & (num_verified > 1)
     masks = anchors.new_full((len(rows), num_block - 1), bounds.mask_id)
@@ -93,7 +99,7 @@ def open_step_ref(state: RowState, rows: Tensor, num_block: int, num_verified: i
         remaining=torch.where(is_alive, state.remaining[rows], 0),
         max_accepted=torch.where(can_draft, state.widths[rows] - 1, 0),
         can_draft=can_draft,
-        positions=positions,
+        positions=positions[:, :num_block],
         block_ids=torch.cat((anchors[:, None], masks), dim=1),
         slots=slot_mapping_ref(state.page_table[rows], positions[:, :num_verified], reserved_lens, bounds.page_size),
     )
@@ -137,6 +143,34 @@ def close_step_ref(
     return packed, torch.where(is_committed, step.slots, PAD)
 
 
+def close_tree_ref(
+    state: RowState,
+    rows: Tensor,
+    step: StepRows,
+    path: Path,
+    chosen: Tensor,
+    max_accepted: Tensor,
+    is_finite: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Commit the paths of trees as `close_step_ref` commits blocks.
+
+    path               of W rows
+    chosen, is_finite  [R, M], of every row of the tree
+    The other arguments are as in `close_step_ref`, with the slots [R, M] of the tree's rows in `step`.
+    Returns the packed results of the path, and the slots of committed rows twice: [R, W] by rows of the path, and
+    [R, M] by rows of the tree. Other rows have PAD.
+    """
+    num_path, num_rows = path.rows.shape[1], chosen.shape[1]
+    own = F.pad(step.slots, (0, max(num_path - num_rows, 0)), value=PAD)[:, :num_path]
+    on_path = (item.gather(1, path.rows) for item in (chosen, is_finite))
+    ids, is_finite = on_path
+    packed, slots = close_step_ref(
+        state, rows, step._replace(slots=own), path.token_ids, ids, max_accepted, is_finite
+    )  # fmt: skip
+    # Rows after the end of a path are the anchor's row without a slot, so the greatest slot is the row's own.
+    return packed, slots, torch.full_like(step.slots, PAD).scatter_reduce(1, path.rows, slots, "amax")
+
+
 @jit
 def _open_step_kernel(
     done, kv_lens, anchors, remaining, reserved_lens, widths, page_table, rows,
@@ -170,7 +204,7 @@ def open_step(state: RowState, rows: Tensor, num_block: int, num_verified: int, 
     """Compute `open_step_ref` in one launch, one program per request."""
     check_tensors(rows, *state)
     _check_state(state, rows)
-    require(0 < num_verified <= num_block, "num_verified", "from 1 to `num_block`")
+    require(num_block > 0 and num_verified > 0, "num_block, num_verified", "at least 1")
     num_requests = len(rows)
     ints = torch.empty((4, num_requests), dtype=torch.int64, device=rows.device)
     blocks = torch.empty((2, num_requests, num_block), dtype=torch.int64, device=rows.device)
@@ -182,33 +216,52 @@ def open_step(state: RowState, rows: Tensor, num_block: int, num_verified: int, 
             state.done, state.kv_lens, state.anchors, state.remaining, state.reserved_lens, state.widths,
             state.page_table, rows, *step, state.page_table.stride(0), state.page_table.shape[1],
             bounds.max_model_len, bounds.last_draft_len, bounds.mask_id,
-            NUM_BLOCK=num_block, NUM_VERIFIED=num_verified, PAGE_SIZE=bounds.page_size, TILE_N=power_of_2(num_block),
-            num_warps=1, **early(rows.device),
+            NUM_BLOCK=num_block, NUM_VERIFIED=num_verified, PAGE_SIZE=bounds.page_size,
+            TILE_N=power_of_2(max(num_block, num_verified)), num_warps=1, **early(rows.device),
         )  # fmt: skip
     return step
 
 
 @jit
+def _store_slots(
+    step_slots, slots, row_slots, request, own, committed, num_rows,
+    HAS_TREE: tl.constexpr, NUM_VERIFIED: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
+):  # fmt: skip
+    """Store the slots of committed rows by places of the path, and of a tree also by rows of the tree."""
+    place, row = tl.arange(0, TILE_N), tl.arange(0, TILE_M)
+    is_committed = place < tl.minimum(committed, num_rows)
+    slot = tl.load(step_slots + request * num_rows + place, mask=is_committed, other=-1)
+    tl.store(slots + request * NUM_VERIFIED + place, slot, mask=place < NUM_VERIFIED)
+    if HAS_TREE:
+        tl.store(row_slots + request * num_rows + row, tl.full((TILE_M,), -1, tl.int64), mask=row < num_rows)
+        tl.debug_barrier()  # other threads write the slots of committed rows over these
+        tl.store(row_slots + own, slot, mask=is_committed)
+
+
+@jit
 def _close_step_kernel(
     done, kv_lens, anchors, remaining, generations, stop_ids, rows,
-    step_kv_lens, step_remaining, step_can_draft, step_slots, draft_ids, chosen_ids, max_accepted, is_finite,
-    packed, context_slots, draft_stride, num_stops,
+    step_kv_lens, step_remaining, step_can_draft, step_slots, draft_ids, path_rows, chosen_ids, max_accepted, is_finite,
+    packed, context_slots, row_slots, draft_stride, num_rows, num_stops,
     NUM_VERIFIED: tl.constexpr, FIELDS: tl.constexpr, TILE_N: tl.constexpr, TILE_S: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    TILE_M: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     place = tl.arange(0, TILE_N)
     is_verified, is_drafted = place < NUM_VERIFIED, place < NUM_VERIFIED - 1
+    own = request * num_rows + place  # row of each place among all verified rows
+    if path_rows is not None:
+        own = request * num_rows + tl.load(path_rows + request * NUM_VERIFIED + place, mask=is_verified, other=0)
     drafted = tl.load(draft_ids + request * draft_stride + place, mask=is_drafted, other=-1)
-    chosen = tl.load(chosen_ids + request * NUM_VERIFIED + place, mask=is_verified, other=-1)
+    chosen = tl.load(chosen_ids + own, mask=is_verified, other=-1)
     stop = tl.arange(0, TILE_S)
     stops = tl.load(stop_ids + row * num_stops + stop, mask=stop < num_stops, other=-1)
     accepted, committed, last_id, is_stopped = decide(
         drafted, chosen, stops, tl.load(max_accepted + request), tl.load(step_remaining + request), TILE_N
     )
-    finite = tl.load(is_finite + request * NUM_VERIFIED + place, mask=is_verified, other=0)
+    finite = tl.load(is_finite + own, mask=is_verified, other=0)
     num_finite = tl.min(tl.where(finite != 0, NUM_VERIFIED, tl.minimum(place, NUM_VERIFIED)), 0)
     left = tl.load(remaining + row) - committed
     is_done = (tl.load(done + row) != 0) | is_stopped | (left <= 0)
@@ -230,8 +283,10 @@ def _close_step_kernel(
     tl.store(out + 5, generation)
     tl.store(out + FIELDS + place, chosen, mask=is_verified)
     tl.store(out + FIELDS + NUM_VERIFIED + place, drafted, mask=is_drafted)
-    slots = tl.load(step_slots + request * NUM_VERIFIED + place, mask=is_verified, other=-1)
-    tl.store(context_slots + request * NUM_VERIFIED + place, tl.where(place < committed, slots, -1), mask=is_verified)
+    _store_slots(
+        step_slots, context_slots, row_slots, request, own, committed, num_rows,
+        path_rows is not None, NUM_VERIFIED, TILE_N, TILE_M,
+    )  # fmt: skip
 
 
 def close_step(
@@ -244,26 +299,51 @@ def close_step(
     is_finite: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute `close_step_ref` in one launch, one program per request."""
-    given = (draft_ids, chosen, max_accepted, is_finite)
+    return _launch_close(state, rows, step, None, draft_ids, chosen, max_accepted, is_finite)[:2]
+
+
+def close_tree(
+    state: RowState,
+    rows: Tensor,
+    step: StepRows,
+    path: Path,
+    chosen: Tensor,
+    max_accepted: Tensor,
+    is_finite: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `close_tree_ref` in one launch, one program per request."""
+    return _launch_close(state, rows, step, path.rows, path.token_ids, chosen, max_accepted, is_finite)
+
+
+def _launch_close(
+    state: RowState, rows: Tensor, step: StepRows, path_rows: Tensor | None, draft_ids: Tensor, chosen: Tensor,
+    max_accepted: Tensor, is_finite: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`path_rows` [R, W] are the verified rows of [R, M] that may be committed; None for all rows, in order."""
+    given = (draft_ids, *(() if path_rows is None else (path_rows,)), chosen, max_accepted, is_finite)
     check_tensors(rows, *state, *step, *given)
     _check_state(state, rows)
-    num_requests, num_verified = chosen.shape
+    num_requests, num_rows = chosen.shape
+    num_verified = num_rows if path_rows is None else path_rows.shape[1]
     require(draft_ids.shape == (num_requests, num_verified - 1), "draft_ids", "one per verified row after the first")
     require(len(rows) == num_requests == max_accepted.numel(), "rows, max_accepted", "one per request")
     require(is_finite.shape == step.slots.shape == chosen.shape, "is_finite, step.slots", "one per verified row")
     width = NUM_FIELDS + 2 * num_verified - 1
     packed = torch.empty((num_requests, width), dtype=torch.int64, device=rows.device)
-    context_slots = torch.empty((num_requests, num_verified), dtype=torch.int64, device=rows.device)
+    slots = torch.empty((num_requests, num_verified), dtype=torch.int64, device=rows.device)
+    row_slots = slots if path_rows is None else torch.empty_like(step.slots)
     if num_requests:
         _close_step_kernel[(num_requests,)](
             state.done, state.kv_lens, state.anchors, state.remaining, state.generations, state.stop_ids, rows,
             step.kv_lens, step.remaining, step.can_draft, step.slots,
-            *(tensor.contiguous() for tensor in given), packed, context_slots,
-            num_verified - 1, state.stop_ids.shape[1],
+            draft_ids.contiguous(), None if path_rows is None else path_rows.contiguous(),
+            *(tensor.contiguous() for tensor in (chosen, max_accepted, is_finite)),
+            packed, slots, row_slots, num_verified - 1, num_rows, state.stop_ids.shape[1],
             NUM_VERIFIED=num_verified, FIELDS=NUM_FIELDS, TILE_N=power_of_2(num_verified),
-            TILE_S=power_of_2(state.stop_ids.shape[1]), num_warps=1, **early(rows.device),
+            TILE_S=power_of_2(state.stop_ids.shape[1]), TILE_M=power_of_2(num_rows), num_warps=1,
+            **early(rows.device),
         )  # fmt: skip
-    return packed, context_slots
+    return packed, slots, row_slots
 
 
 def _check_state(state: RowState, rows: Tensor) -> None:

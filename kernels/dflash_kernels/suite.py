@@ -17,7 +17,7 @@ from dflash_kernels.delta_blocks import delta_blocks, delta_blocks_ref
 from dflash_kernels.delta_prompts import delta_prompts, delta_prompts_ref
 from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
 from dflash_kernels.draft_odds import DraftOdds, add_outcomes, add_outcomes_ref, draft_odds, draft_odds_ref
-from dflash_kernels.draft_tree import Tree, ancestor_words, ancestor_words_ref, build_tree, build_tree_ref
+from dflash_kernels.draft_tree import Tree, build_tree, build_tree_ref
 from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
 from dflash_kernels.fp8_experts import fp8_experts, fp8_experts_ref
 from dflash_kernels.fp8_product import (
@@ -32,9 +32,10 @@ from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
 from dflash_kernels.given_rows import give_rows, give_rows_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
-from dflash_kernels.largest_probability import largest_probability, largest_probability_ref
+from dflash_kernels.largest_probability import Likeliest, largest_probability, largest_probability_ref
 from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.markov_walk import markov_walk, markov_walk_ref
+from dflash_kernels.odds_refit import refit_odds, refit_odds_ref
 from dflash_kernels.output_gate import output_gate, output_gate_ref
 from dflash_kernels.product import (
     gated_product,
@@ -68,10 +69,12 @@ from dflash_kernels.step_rows import (
     StepRows,
     close_step,
     close_step_ref,
+    close_tree,
+    close_tree_ref,
     open_step,
     open_step_ref,
 )
-from dflash_kernels.top_tokens import top_tokens, top_tokens_ref
+from dflash_kernels.top_tokens import likely_tokens, likely_tokens_ref, top_tokens, top_tokens_ref
 from dflash_kernels.tree_attention import tree_attention, tree_attention_ref
 from dflash_kernels.tree_conv import tree_conv, tree_conv_ref
 from dflash_kernels.tree_path import (
@@ -115,6 +118,7 @@ class Kernels:
     block_conv: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     conv_add_norm: Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     top_tokens: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    likely_tokens: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     candidate_walk: Callable[..., Walk]
     markov_walk: Callable[..., Tensor]
     recent_conv: Callable[..., Tensor]
@@ -127,18 +131,19 @@ class Kernels:
     output_gate: Callable[[Tensor, Tensor], Tensor]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    build_tree: Callable[[Tensor, Tensor, int], Tree]
-    ancestor_words: Callable[[Tensor, int], Tensor]
+    close_tree: Callable[[RowState, Tensor, StepRows, Path, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    build_tree: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tree]
     follow_tree: Callable[[Tree, Tensor, int], Path]
-    move_rows: Callable[[Tensor, Tensor, Tensor], None]
+    move_rows: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     move_records: Callable[[Tensor, PathRecords], None]
     change_rows: Callable[[HeldRows, Tensor, Tensor, int], None]
     switch_on_rows: Callable[[RowState, ReadyRows, Tensor, Tensor], Tensor]
     locate_rows: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
     argmax: Callable[[Tensor], Tensor]
-    largest_probability: Callable[[Tensor], Tensor]
+    largest_probability: Callable[[Tensor], Likeliest]
     draft_odds: Callable[[Tensor, Tensor, Tensor, Tensor], DraftOdds]
     add_outcomes: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    refit_odds: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     give_rows: Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
     sample: Callable[..., Chosen]
     reject: Callable[..., tuple[Tensor, Tensor]]
@@ -168,6 +173,7 @@ REFERENCE = Kernels(
     block_conv=block_conv_ref,
     conv_add_norm=conv_add_norm_ref,
     top_tokens=top_tokens_ref,
+    likely_tokens=likely_tokens_ref,
     candidate_walk=candidate_walk_ref,
     markov_walk=markov_walk_ref,
     recent_conv=recent_conv_ref,
@@ -180,8 +186,8 @@ REFERENCE = Kernels(
     output_gate=output_gate_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
+    close_tree=close_tree_ref,
     build_tree=build_tree_ref,
-    ancestor_words=ancestor_words_ref,
     follow_tree=follow_tree_ref,
     move_rows=move_rows_ref,
     move_records=move_records_ref,
@@ -192,6 +198,7 @@ REFERENCE = Kernels(
     largest_probability=largest_probability_ref,
     draft_odds=draft_odds_ref,
     add_outcomes=add_outcomes_ref,
+    refit_odds=refit_odds_ref,
     give_rows=give_rows_ref,
     sample=sample_ref,
     reject=reject_ref,
@@ -221,6 +228,7 @@ _TRITON = Kernels(
     block_conv=block_conv,
     conv_add_norm=conv_add_norm,
     top_tokens=top_tokens,
+    likely_tokens=likely_tokens,
     candidate_walk=candidate_walk,
     markov_walk=markov_walk,
     recent_conv=recent_conv,
@@ -233,8 +241,8 @@ _TRITON = Kernels(
     output_gate=output_gate,
     open_step=open_step,
     close_step=close_step,
+    close_tree=close_tree,
     build_tree=build_tree,
-    ancestor_words=ancestor_words,
     follow_tree=follow_tree,
     move_rows=move_rows,
     move_records=move_records,
@@ -245,6 +253,7 @@ _TRITON = Kernels(
     largest_probability=largest_probability,
     draft_odds=draft_odds,
     add_outcomes=add_outcomes,
+    refit_odds=refit_odds,
     give_rows=give_rows,
     sample=sample,
     reject=reject,

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kernels.attention_walk import begin_softmax, share_of_tiles, tiles_in_sight, walk_context, walk_tree
+from dflash_kernels.attention_walk import (
+    begin_softmax,
+    context_rows,
+    share_of_tiles,
+    tiles_in_sight,
+    walk_context,
+    walk_tree,
+)
 from dflash_kernels.block_attention import (
     PLAIN,
     Softmax,
@@ -94,6 +101,9 @@ def _tree_attention_kernel(
         part * num_tiles // num_parts, (part + 1) * num_tiles // num_parts,
         context_tile, num_context, block_tile, block_tile_end,
     )  # fmt: skip
+    table = page_table + request * table_stride
+    first = context_begin * TILE_N + tl.arange(0, TILE_N)
+    key = context_rows(table, first, readable_len, cache_page, cache_row, PAGE_SIZE)
     # The previous launch may still run until here: it writes neither lengths nor page tables.
     wait_for_launches_before(IS_EARLY)
     if NUM_SPLITS > 1:
@@ -110,18 +120,20 @@ def _tree_attention_kernel(
         query + (flat_row * query_row + head * query_head)[:, None] + dim[None, :], mask=is_query, other=0.0
     )
     depth = tl.load(depths + flat_row, mask=is_row, other=0).to(tl.int32)
+    word = tl.load(words + flat_row * NUM_WORDS, mask=is_row, other=0)
     acc, row_max, weight_sum = begin_softmax(sinks, head, is_last, TILE_M, TILE_D)
     acc, row_max, weight_sum = walk_context(
         queries, depth, dim, key_cache + kv_head * cache_head, value_cache + kv_head * cache_head, cache_page,
-        cache_row, page_table + request * table_stride, context_len, readable_len, context_begin, context_end,
-        acc, row_max, weight_sum, scale,
-        HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, False,
+        cache_row, table, context_len, readable_len, context_begin, context_end, acc, row_max, weight_sum, scale,
+        HEAD_DIM, PAGE_SIZE, False, WINDOW, CAP, TILE_N, TILE_D, False, key,
     )  # fmt: skip
+    TREE_STAGES: tl.constexpr = 1 if TILE_M <= 16 else None  # as in `mean_of_share`
     acc, row_max, weight_sum = walk_tree(
-        queries, depth, dim, depths + request * num_rows, words + flat_row * NUM_WORDS, is_row,
+        queries, depth, dim, depths + request * num_rows, word, words + flat_row * NUM_WORDS, is_row,
         block_keys + request * num_rows * keys_row + kv_head * keys_head,
         block_values + request * num_rows * values_row + kv_head * values_head, keys_row, values_row, num_rows,
-        block_begin, block_end, acc, row_max, weight_sum, scale, HEAD_DIM, WINDOW, CAP, TILE_N, TILE_D,
+        block_begin, block_end, acc, row_max, weight_sum, scale,
+        HEAD_DIM, WINDOW, CAP, TILE_N, TILE_D, NUM_WORDS, TREE_STAGES,
     )  # fmt: skip
     weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
     mean = acc * value_scale / weight_sum[:, None]

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.draft_tree import Tree
-from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.draft_tree import LANES, Tree
+from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
+from dflash_kernels.launch_config import ceil_div, check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.slot_mapping import PAD
 
 
@@ -38,11 +39,11 @@ def follow_tree_ref(tree: Tree, chosen: Tensor, num_rows: int) -> Path:
     chosen  [R, M] int64, the target's token after each row
     After the last accepted node the path goes on with first children, which the target did not choose.
     """
-    num_requests, num_nodes = tree.token_ids.shape
+    num_requests, num_nodes = tree.draft_ids.shape
     end = num_nodes + 1  # stands for no row
     node_row = torch.arange(1, end, device=chosen.device).expand_as(tree.parents)
-    is_node = tree.token_ids >= 0
-    is_match = is_node & (tree.token_ids == chosen.gather(1, tree.parents))
+    is_node = tree.draft_ids >= 0
+    is_match = is_node & (tree.draft_ids == chosen.gather(1, tree.parents))
     # A matching child comes before all others, and after it the first child, which is the most likely one.
     keys = torch.where(is_match, node_row, node_row + end)
     keys = torch.where(is_node, keys, 2 * end)
@@ -54,17 +55,19 @@ def follow_tree_ref(tree: Tree, chosen: Tensor, num_rows: int) -> Path:
     path = torch.stack(rows, dim=1)
     is_row = path < end
     path = torch.where(is_row, path, 0)
-    tokens = tree.token_ids.gather(1, (path[:, 1:] - 1).clamp(min=0))
+    tokens = tree.draft_ids.gather(1, (path[:, 1:] - 1).clamp(min=0))
     return Path(path, torch.where(is_row[:, 1:], tokens, -1))
 
 
-def move_rows_ref(pages: Tensor, sources: Tensor, slots: Tensor) -> None:
+def move_rows_ref(pages: Tensor, row_slots: Tensor, path_rows: Tensor, slots: Tensor) -> None:
     """Copy the KV rows of a path from the slots of the tree's rows to the slots of the path's positions.
 
-    pages    [P, L, 2, page_size, E], written
-    sources  [R, W] int64, slots of the path's rows in the tree
-    slots    [R, W] int64, slots of the path's positions; PAD for rows that are not committed
+    pages      [P, L, 2, page_size, E], written
+    row_slots  [R, M] int64, slots of the tree's rows
+    path_rows  [R, W] int64, rows of the path in the tree
+    slots      [R, W] int64, slots of the path's positions; PAD for rows that are not committed
     """
+    sources = row_slots.gather(1, path_rows)
     is_moved = (slots != PAD) & (sources != slots)
     # Other rows copy slot 0 to itself. Page 0 is never allocated.
     sources, slots = (torch.where(is_moved, item, 0).flatten() for item in (sources, slots))
@@ -100,102 +103,111 @@ def move_records_ref(records: Tensor, path: PathRecords) -> None:
 
 @jit(do_not_specialize=["num_nodes"])
 def _follow_tree_kernel(
-    token_ids, parents, chosen, rows, path_ids, num_nodes, NUM_PATH: tl.constexpr, TILE_N: tl.constexpr
+    draft_ids, parents, chosen, rows, path_ids, num_nodes,
+    NUM_PATH: tl.constexpr, TILE_M: tl.constexpr, TILE_P: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     request = tl.program_id(0).to(tl.int64)
-    node = tl.arange(0, TILE_N)
-    is_inside = node < num_nodes
-    ids = tl.load(token_ids + request * num_nodes + node, mask=is_inside, other=-1)
-    parent = tl.load(parents + request * num_nodes + node, mask=is_inside, other=-1)
-    tl.store(rows + request * NUM_PATH, tl.zeros((), tl.int64))
-    current = tl.zeros((), tl.int32)
-    for place in range(1, NUM_PATH):
-        wanted = tl.load(chosen + request * (num_nodes + 1) + tl.maximum(current, 0))
-        is_child = (parent == current) & (ids >= 0)
-        key = tl.where(ids == wanted, node, node + TILE_N)
-        best = tl.min(tl.where(is_child, key, 2 * TILE_N), 0)
-        index = best % TILE_N
-        is_row = best < 2 * TILE_N
-        current = tl.where(is_row, index + 1, -2)  # no node has this parent
-        token = tl.max(tl.where((node == index) & is_row, ids, -1), 0)
-        tl.store(rows + request * NUM_PATH + place, tl.maximum(current, 0).to(tl.int64))
-        tl.store(path_ids + request * (NUM_PATH - 1) + place - 1, token)
+    row, place = tl.arange(0, TILE_M), tl.arange(0, TILE_P)
+    is_inside = (row > 0) & (row <= num_nodes)
+    first = request * (num_nodes + 1)
+    parent = tl.load(parents + first + row, mask=is_inside, other=0).to(tl.int32)
+    token = tl.load(draft_ids + request * num_nodes + row - 1, mask=is_inside, other=-1)
+    wanted = tl.load(chosen + first + parent, mask=is_inside, other=-1)
+    # A matching child comes before all others, and after it the first child.
+    key = tl.where(token == wanted, row, row + TILE_M)
+    parent = tl.where(token >= 0, parent, -1)  # the parent of no row
+    path, current = tl.zeros((TILE_P,), tl.int32), tl.zeros((), tl.int32)
+    for step in range(1, NUM_PATH):
+        best = tl.min(tl.where(parent == current, key, 2 * TILE_M), 0)
+        current = tl.where(best < 2 * TILE_M, best % TILE_M, -2)  # no node has this parent
+        path = tl.where(place == step, tl.maximum(current, 0), path)
+    tl.store(rows + request * NUM_PATH + place, path.to(tl.int64), mask=place < NUM_PATH)
+    path_id = tl.load(draft_ids + request * num_nodes + path - 1, mask=path > 0, other=-1)
+    target = path_ids + request * (NUM_PATH - 1) + place - 1
+    tl.store(target, path_id, mask=(place > 0) & (place < NUM_PATH))
 
 
 def follow_tree(tree: Tree, chosen: Tensor, num_rows: int) -> Path:
     """Compute `follow_tree_ref` in one launch, one program per request."""
-    check_tensors(*tree, chosen)
-    num_requests, num_nodes = tree.token_ids.shape
+    check_tensors(tree.draft_ids, tree.rows.parents, chosen)
+    num_requests, num_nodes = tree.draft_ids.shape
     require(chosen.shape == (num_requests, num_nodes + 1), "chosen", "one per row of the tree")
     require(num_nodes > 0 and num_rows > 1, "tree, num_rows", "at least one node and two rows")
-    ids, parents, chosen = (item.contiguous() for item in (tree.token_ids, tree.parents, chosen))
+    given = (item.contiguous() for item in (tree.draft_ids, tree.rows.parents, chosen))
     path = Path(chosen.new_empty((num_requests, num_rows)), chosen.new_empty((num_requests, num_rows - 1)))
     if num_requests:
         _follow_tree_kernel[(num_requests,)](
-            ids, parents, chosen, *path, num_nodes, NUM_PATH=num_rows, TILE_N=power_of_2(num_nodes), num_warps=1
+            *given, *path, num_nodes, NUM_PATH=num_rows, TILE_M=max(power_of_2(num_nodes + 1), LANES),
+            TILE_P=power_of_2(num_rows), num_warps=1, **early(chosen.device),
         )  # fmt: skip
     return path
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _move_rows_kernel(
-    pages, sources, slots, page_stride, part_stride, row_stride, num_bytes,
-    NUM_PATH: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
+    pages, row_slots, path_rows, slots, num_rows, page_stride, part_stride, row_stride, num_bytes,
+    NUM_PATH: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE_P: tl.constexpr, TILE: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     request, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    column = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    base = pages + part * part_stride + column
-    # In the order of the path: no row is written before it was read, because a path's rows only move forward.
-    for place in range(NUM_PATH):
-        source = tl.load(sources + request * NUM_PATH + place)
-        slot = tl.load(slots + request * NUM_PATH + place)
-        is_moved = (slot != -1) & (slot != source)
-        mask = (column < num_bytes) & is_moved
-        row = tl.load(base + source // PAGE_SIZE * page_stride + source % PAGE_SIZE * row_stride, mask=mask)
-        tl.store(base + slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * row_stride, row, mask=mask)
+    column, place = tl.program_id(2) * TILE + tl.arange(0, TILE), tl.arange(0, TILE_P)
+    slot = tl.load(slots + request * NUM_PATH + place, mask=place < NUM_PATH, other=-1)
+    row = tl.load(path_rows + request * NUM_PATH + place, mask=place < NUM_PATH, other=0)
+    source = tl.load(row_slots + request * num_rows + row, mask=slot != -1, other=-1)
+    is_moved = (slot != source)[:, None] & (column < num_bytes)[None, :]
+    base = pages + part * part_stride + column[None, :]
+    source = (source // PAGE_SIZE * page_stride + source % PAGE_SIZE * row_stride)[:, None]
+    target = (slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * row_stride)[:, None]
+    moved = tl.load(base + source, mask=is_moved)
+    tl.debug_barrier()  # a row may be written where another one is read, so all rows are read first
+    tl.store(base + target, moved, mask=is_moved)
 
 
-MOVE_TILE = 1024
-"""Bytes of a KV row that one program moves."""
+MOVE_TILE, MOVE_BYTES = 1024, 16384
+"""Most bytes of one KV row or record that a program moves, and of all rows of a path."""
 
 
-def move_rows(pages: Tensor, sources: Tensor, slots: Tensor) -> None:
-    """Compute `move_rows_ref` in one launch. Each program moves one part of every row of a path, in order.
-
-    A source must not be the slot of an earlier row of the same path. Paths of a tree meet this condition: row i of a
-    path is row i of the tree or a later row.
-    """
-    check_tensors(pages, sources, slots)
+def move_rows(pages: Tensor, row_slots: Tensor, path_rows: Tensor, slots: Tensor) -> None:
+    """Compute `move_rows_ref` in one launch. Each program reads one part of every row of a path, then writes it."""
+    check_tensors(pages, row_slots, path_rows, slots)
     require(pages.dim() == 5 and pages.is_contiguous(), "pages", "five axes, contiguous")
-    require(sources.shape == slots.shape and sources.dim() == 2, "sources, slots", "one per row of a path")
+    require(path_rows.shape == slots.shape and slots.dim() == 2, "path_rows, slots", "one per row of a path")
+    require(row_slots.dim() == 2 and len(row_slots) == len(slots), "row_slots", "one per row of each tree")
     raw = pages.view(torch.uint8)
     _, num_layers, _, page_size, num_bytes = raw.shape
-    if sources.numel() and raw.numel():
-        _move_rows_kernel[(len(sources), 2 * num_layers, -(-num_bytes // MOVE_TILE))](
-            raw, sources.contiguous(), slots.contiguous(), raw.stride(0), raw.stride(2), raw.stride(3), num_bytes,
-            NUM_PATH=sources.shape[1], PAGE_SIZE=page_size, TILE=min(MOVE_TILE, power_of_2(num_bytes)), num_warps=4,
+    if slots.numel() and raw.numel():
+        tiles = _tiles(slots.shape[1], num_bytes)
+        _move_rows_kernel[(len(slots), 2 * num_layers, ceil_div(num_bytes, tiles["TILE"]))](
+            raw, *(item.contiguous() for item in (row_slots, path_rows, slots)), row_slots.shape[1],
+            raw.stride(0), raw.stride(2), raw.stride(3), num_bytes,
+            NUM_PATH=slots.shape[1], PAGE_SIZE=page_size, **tiles, num_warps=4, **early(raw.device),
         )  # fmt: skip
 
 
 @jit
 def _move_records_kernel(
-    records, texts, lens, rows, slots, num_texts, ring_size, num_bytes, NUM_PATH: tl.constexpr, TILE: tl.constexpr
-):
+    records, texts, lens, rows, slots, num_texts, ring_size, num_bytes,
+    NUM_PATH: tl.constexpr, TILE_P: tl.constexpr, TILE: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    wait_for_launches_before(IS_EARLY)
+    let_next_launch_begin(IS_EARLY)
     request, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    column = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    column, place = tl.program_id(2) * TILE + tl.arange(0, TILE), tl.arange(0, TILE_P)
+    row = tl.load(rows + request * NUM_PATH + place, mask=place < NUM_PATH, other=0)
+    slot = tl.load(slots + request * NUM_PATH + place, mask=place < NUM_PATH, other=-1)
     begin = tl.load(lens + request)
-    base = records + (layer * num_texts + tl.load(texts + request)) * ring_size * num_bytes + column
-    # In the order of the path, as in `_move_rows_kernel`. The anchor stays where it is.
-    for place in range(1, NUM_PATH):
-        row = tl.load(rows + request * NUM_PATH + place)
-        is_moved = (tl.load(slots + request * NUM_PATH + place) != -1) & (row != place)
-        mask = (column < num_bytes) & is_moved
-        record = tl.load(base + (begin + row) % ring_size * num_bytes, mask=mask)
-        tl.store(base + (begin + place) % ring_size * num_bytes, record, mask=mask)
+    is_moved = ((slot != -1) & (row != place))[:, None] & (column < num_bytes)[None, :]
+    base = records + (layer * num_texts + tl.load(texts + request)) * ring_size * num_bytes + column[None, :]
+    moved = tl.load(base + ((begin + row) % ring_size * num_bytes)[:, None], mask=is_moved)
+    tl.debug_barrier()  # as in `_move_rows_kernel`
+    tl.store(base + ((begin + place) % ring_size * num_bytes)[:, None], moved, mask=is_moved)
 
 
 def move_records(records: Tensor, path: PathRecords) -> None:
-    """Compute `move_records_ref` in one launch. Each program moves one part of every record of a path, in order."""
+    """Compute `move_records_ref` in one launch. Each program reads one part of every record, then writes it."""
     check_tensors(records, *path)
     require(records.dim() > 3 and records.is_contiguous(), "records", "four axes or more, contiguous")
     require(path.rows.shape == path.slots.shape and path.rows.dim() == 2, "rows, slots", "one per row of a path")
@@ -203,7 +215,14 @@ def move_records(records: Tensor, path: PathRecords) -> None:
     num_layers, num_texts, size, num_bytes = raw.shape
     if path.rows.numel() and raw.numel():
         texts, lens, rows, slots = (item.contiguous() for item in path)
-        _move_records_kernel[(len(rows), num_layers, -(-num_bytes // MOVE_TILE))](
-            raw, texts, lens, rows, slots, num_texts, size, num_bytes, NUM_PATH=rows.shape[1],
-            TILE=min(MOVE_TILE, power_of_2(num_bytes)), num_warps=4,
+        tiles = _tiles(rows.shape[1], num_bytes)
+        _move_records_kernel[(len(rows), num_layers, ceil_div(num_bytes, tiles["TILE"]))](
+            raw, texts, lens, rows, slots, num_texts, size, num_bytes, NUM_PATH=rows.shape[1], **tiles, num_warps=4,
+            **early(raw.device),
         )  # fmt: skip
+
+
+def _tiles(num_path: int, num_bytes: int) -> dict[str, int]:
+    """Rows of a path and bytes of each row in one program."""
+    rows = power_of_2(num_path)
+    return {"TILE_P": rows, "TILE": min(MOVE_TILE, max(MOVE_BYTES // rows, 16), power_of_2(num_bytes))}

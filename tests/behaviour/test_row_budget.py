@@ -1,15 +1,20 @@
 """A row budget: requests of one step verify different numbers of rows, and their text stays that of plain decoding."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_kernels.given_rows import give_rows, give_rows_ref
 from dflash_kernels.launch_config import HAS_TRITON
+from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.device import acceptance_model
 from dflash_runtime.device.settings import apply_exclusions
 from dflash_runtime.engine_config import EngineConfig
@@ -20,6 +25,7 @@ from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.row_budget import BestBudget
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.scheduling.width import StepTimes
+from dflash_testing import pairs
 from dflash_testing.gpu import detecting_syncs, gpu_llm
 from dflash_testing.hybrid_pair import hybrid_llm, hybrid_prompts
 from dflash_testing.pairs import bundled_llm, bundled_prompts, placement
@@ -118,6 +124,61 @@ def test_a_budget_of_all_rows_has_the_traces_of_whole_blocks(name: str, way: str
     whole = make(name, None, draft_sampling=way).generate(prompts, params)
     llm = make(name, Budgets([K + 1]), draft_sampling=way)
     assert traces(llm.generate(prompts, params)) == traces(whole)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the calls of kernels, and the torch operations outside of kernels that run on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+        self._is_in_kernel = False
+
+    def kernels(self) -> Kernels:
+        """The reference kernels, counted."""
+        names = [item.name for item in fields(Kernels) if item.name != "name"]
+        counted: dict[str, Any] = {name: partial(self._call, name) for name in names}
+        return replace(REFERENCE, **counted)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.counts[name] += 1
+        self._is_in_kernel = True
+        try:
+            return getattr(REFERENCE, name)(*args, **kwargs)
+        finally:
+            self._is_in_kernel = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (self._is_in_kernel or func.is_view):
+            self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of(monkeypatch: pytest.MonkeyPatch, **engine: Any) -> Counter[str]:
+    """The launches of a step that verifies whole blocks of two requests."""
+    launches = Launches()
+    monkeypatch.setattr(pairs, "resolve_kernels", lambda *_: launches.kernels())
+    llm = make("tiny", None, kernels="reference", **engine)
+    for index, prompt in enumerate(prompts_of("tiny")[:2]):
+        llm.engine.add(Request(index=index, prompt_token_ids=prompt, params=SamplingParams(max_new_tokens=LENGTH)))
+    llm.engine.step()
+    batch = llm.engine.scheduler.schedule(is_drained=True)
+    launches.counts.clear()
+    with launches:
+        llm.engine.runner.submit(batch)
+    assert launches.counts["block_attention"]
+    return launches.counts
+
+
+def test_a_budget_that_verifies_whole_blocks_adds_three_launches_and_no_pass_over_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One launch appends the predictions to the results. The first step is also followed by a refit."""
+    whole, budget = launches_of(monkeypatch), launches_of(monkeypatch, row_budget=True)
+    assert whole - budget == {"argmax": 1}
+    assert budget - whole == {
+        "largest_probability": 1, "draft_odds": 1, "add_outcomes": 1, "cat.default": 1, "refit_odds": 1
+    }  # fmt: skip
 
 
 def test_sampled_drafts_are_accepted_within_the_rows_of_each_request() -> None:

@@ -16,7 +16,7 @@ import test_graphs
 from dflash_kernels import product
 from dflash_kernels.block_attention import PLAIN, Softmax
 from dflash_kernels.activation import Gate, silu_mul
-from dflash_kernels.draft_tree import Tree, TreeRows
+from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import LONG_CONTEXT, few_rows_shape, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
@@ -113,17 +113,18 @@ def calls():
         kernels.experts(normal(rows, 2880), *packed, *routed, clamped, biases)
     for caches in some(between_layers(normal(40, 16, 8, 128), normal(40, 16, 8, 128)), wide_caches()):
         attention_calls(kernels, caches)
-    nodes, slots = torch.ones(2, 32, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64)
+    slots = torch.ones(2, 8, dtype=torch.int64)
     for before, count in some((1, 64), (16, 16)):
         pairs = torch.empty(2, 15, before, count)
-        kernels.ancestor_words(kernels.build_tree(pairs, pairs[:, :, 0].long(), 64).parents, 15)
-    kernels.follow_tree(Tree(nodes, nodes, nodes), torch.ones(2, 33, dtype=torch.int64), 8)
-    kernels.move_rows(normal(40, 36, 2, 16, 1024), slots, slots)
+        for number in some(15, 63, 256):
+            tree = kernels.build_tree(pairs, pairs[:, :, 0].long(), slots[:, 0], slots[:, 0], number)
+            kernels.follow_tree(tree, torch.ones(2, number + 1, dtype=torch.int64), 8)
+    kernels.move_rows(normal(40, 36, 2, 16, 1024), slots, slots, slots)
     silu_mul(normal(40, 256))
 
 made = fp8_kv_calls if HAS_FP8_KV else calls
-light = ("_gated_experts_kernel", "_down_experts_kernel")
 makes_code = sys.argv[1] != "few"
+light = ("_gated_experts_kernel", "_down_experts_kernel", *(() if makes_code else ("_tree_attention_kernel",)))
 every = not HAS_FP8_KV
 sys.exit(compiling.run(made, is_whole=IS_WHOLE, makes_code=makes_code, light=light, needs_every_kernel=every))
 """

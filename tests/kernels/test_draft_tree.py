@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +15,6 @@ from dflash_kernels.block_attention import PLAIN, block_attention_ref, combine_p
 from dflash_kernels.draft_tree import (
     Tree,
     TreeRows,
-    ancestor_words,
-    ancestor_words_ref,
     build_tree,
     build_tree_ref,
     is_ancestor,
@@ -46,8 +45,17 @@ def random_candidates(num_requests: int, num_positions: int, num_candidates: int
     return log_probs[:, :, None, :num_candidates].to(DEVICE), token_ids[..., :num_candidates].to(DEVICE)
 
 
+def built(
+    log_probs: Tensor, ids: Tensor, num_nodes: int, build: Callable[..., Tree] = build_tree_ref, stride: int = 1
+) -> Tree:
+    """Return trees of anchors 900, 901, ... at positions 50, 52, ..., which lie `stride` apart in memory."""
+    place = torch.arange(len(ids), device=DEVICE)
+    anchors, positions = (torch.empty(len(ids), stride, dtype=torch.int64, device=DEVICE)[:, 0] for _ in range(2))
+    return build(log_probs, ids, anchors.copy_(900 + place), positions.copy_(50 + 2 * place), num_nodes)
+
+
 def random_tree(num_requests: int, num_positions: int, num_nodes: int, seed: int) -> Tree:
-    return build_tree_ref(*random_candidates(num_requests, num_positions, num_nodes, seed), num_nodes)
+    return built(*random_candidates(num_requests, num_positions, num_nodes, seed), num_nodes)
 
 
 def likeliest_paths(log_probs: list[list[float]], token_ids: list[list[int]], num_nodes: int) -> list[tuple[int, ...]]:
@@ -66,7 +74,7 @@ def likeliest_paths(log_probs: list[list[float]], token_ids: list[list[int]], nu
 def paths_of(tree: Tree, request: int) -> list[tuple[int, ...]]:
     """Return the tokens from the anchor to each node."""
     paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.token_ids[request].tolist(), tree.parents[request].tolist(), strict=True):
+    for token, parent in zip(tree.draft_ids[request].tolist(), tree.parents[request].tolist(), strict=True):
         paths.append((*paths[parent], token))
     return paths[1:]
 
@@ -75,7 +83,7 @@ def paths_of(tree: Tree, request: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("num_nodes", [1, 8, 16, 32, 64])
 def test_a_tree_has_the_paths_of_a_search_over_all_nodes(num_nodes: int) -> None:
     every = random_candidates(3, 7, VOCAB, seed=num_nodes)
-    tree = build_tree_ref(every[0][..., :num_nodes], every[1][..., :num_nodes], num_nodes)
+    tree = built(every[0][..., :num_nodes], every[1][..., :num_nodes], num_nodes)
     for request in range(3):
         paths = likeliest_paths(every[0][request, :, 0].tolist(), every[1][request].tolist(), num_nodes)
         assert paths_of(tree, request) == paths
@@ -89,7 +97,7 @@ def test_a_tree_of_pairs_has_the_paths_of_a_search_over_all_nodes(num_nodes: int
     generator = torch.Generator().manual_seed(num_nodes)
     log_probs = (3 * torch.randn(2, 4, 3, 3, generator=generator, dtype=torch.float64)).log_softmax(-1).to(DEVICE)
     ids = torch.stack([torch.randperm(VOCAB, generator=generator)[:3] for _ in range(8)]).view(2, 4, 3).to(DEVICE)
-    tree = build_tree_ref(log_probs, ids, num_nodes)
+    tree = built(log_probs, ids, num_nodes)
     for request in range(2):
         found: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
         for path in (path for depth in range(1, 5) for path in itertools.product(range(3), repeat=depth)):
@@ -102,17 +110,28 @@ def test_a_tree_of_pairs_has_the_paths_of_a_search_over_all_nodes(num_nodes: int
 
 
 @pytest.mark.reference
+def test_candidates_of_a_row_after_the_n_best_change_no_tree() -> None:
+    log_probs, ids = paired_candidates(3, 5, 12, seed=4)
+    log_probs = log_probs + 1e-3 * normal(*log_probs.shape, dtype=torch.float32, seed=5).abs().neg()  # no equal values
+    best = log_probs.nan_to_num(nan=-math.inf, neginf=-math.inf).topk(7, dim=-1)
+    fewer = torch.full_like(log_probs, -math.inf).scatter(-1, best.indices, best.values)
+    tree = built(log_probs, ids, 7)
+    assert int(tree.draft_ids.min()) >= 0
+    assert torch.equal(built(fewer, ids, 7).draft_ids, tree.draft_ids)
+
+
+@pytest.mark.reference
 def test_equal_probabilities_rank_by_depth_then_parent_then_candidate() -> None:
     ids = torch.arange(6, device=DEVICE).view(1, 3, 2)
-    tree = build_tree_ref(torch.zeros(1, 3, 1, 2, device=DEVICE), ids, 7)
+    tree = built(torch.zeros(1, 3, 1, 2, device=DEVICE), ids, 7)
     assert paths_of(tree, 0) == [(0,), (1,), (0, 2), (0, 3), (1, 2), (1, 3), (0, 2, 4)]
 
 
 @pytest.mark.reference
 def test_one_candidate_per_position_gives_a_chain_and_then_no_nodes() -> None:
     log_probs, ids = random_candidates(2, 5, 1, seed=3)
-    tree = build_tree_ref(log_probs, ids, 7)
-    assert tree.token_ids.tolist() == [[*row, -1, -1] for row in ids[..., 0].tolist()]
+    tree = built(log_probs, ids, 7)
+    assert tree.draft_ids.tolist() == [[*row, -1, -1] for row in ids[..., 0].tolist()]
     assert tree.parents[:, :5].tolist() == [[0, 1, 2, 3, 4]] * 2
     assert tree.depths[:, :5].tolist() == [[1, 2, 3, 4, 5]] * 2
 
@@ -120,8 +139,8 @@ def test_one_candidate_per_position_gives_a_chain_and_then_no_nodes() -> None:
 @pytest.mark.reference
 def test_candidates_without_a_probability_are_no_nodes() -> None:
     log_probs = torch.tensor([[[[-0.5, -math.inf]], [[math.nan, -math.inf]]]], device=DEVICE)
-    tree = build_tree_ref(log_probs, torch.arange(4, device=DEVICE).view(1, 2, 2), 4)
-    assert tree.token_ids.tolist() == [[0, -1, -1, -1]]
+    tree = built(log_probs, torch.arange(4, device=DEVICE).view(1, 2, 2), 4)
+    assert tree.draft_ids.tolist() == [[0, -1, -1, -1]]
 
 
 def sorted_candidates(num_requests: int, num_positions: int, num_nodes: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -145,11 +164,11 @@ def paired_candidates(num_requests: int, num_positions: int, num_candidates: int
 
 
 def assert_built_as_the_reference(log_probs: Tensor, ids: Tensor, num_nodes: int) -> None:
-    found, expected = build_tree(log_probs, ids, num_nodes), build_tree_ref(log_probs, ids, num_nodes)
-    for name, own, reference in zip(Tree._fields, found, expected, strict=True):
+    found, expected = built(log_probs, ids, num_nodes, build_tree, stride=3), built(log_probs, ids, num_nodes)
+    for name, own, reference in zip(
+        (*Tree._fields[:3], *TreeRows._fields), (*found[:3], *found.rows), (*expected[:3], *expected.rows), strict=True
+    ):
         assert torch.equal(own, reference), name
-    words = ancestor_words(found.parents, ids.shape[1])
-    assert torch.equal(words, ancestor_words_ref(found.parents, ids.shape[1]))
 
 
 @pytest.mark.parametrize(("num_requests", "num_positions", "num_nodes"), [(2, 7, 16), (3, 3, 65), (1, 2, 1)])
@@ -183,7 +202,7 @@ def test_trees_of_real_sizes_equal_the_reference(num_requests: int, num_position
 @pytest.mark.parametrize("num_nodes", [5, 63, 64, 130])
 def test_words_have_the_bits_of_a_row_and_its_ancestors(num_nodes: int) -> None:
     tree = random_tree(2, 15, num_nodes, seed=num_nodes)
-    found = is_ancestor(ancestor_words_ref(tree.parents, 15))
+    found = is_ancestor(tree.rows.words)
     for request, parents in enumerate(tree.parents.tolist()):
         expected = [{0}]
         for row, parent in enumerate(parents, start=1):
@@ -194,17 +213,17 @@ def test_words_have_the_bits_of_a_row_and_its_ancestors(num_nodes: int) -> None:
 def test_the_path_follows_the_choices_of_the_target() -> None:
     """A path has the accepted nodes, then first children. Both kernels equal a walk over dictionaries."""
     tree = random_tree(40, 6, 12, seed=5)
-    tree.token_ids[3:6, 8:] = -1
+    tree.draft_ids[3:6, 8:] = -1
     chosen = torch.randint(0, VOCAB, (40, 13), generator=torch.Generator().manual_seed(6)).to(DEVICE)
     is_easy = torch.rand(40, 12, generator=torch.Generator().manual_seed(7)).to(DEVICE) < 0.6
-    easy = torch.where(is_easy, tree.token_ids, chosen.gather(1, tree.parents))
+    easy = torch.where(is_easy, tree.draft_ids, chosen.gather(1, tree.parents))
     for node in range(11, -1, -1):  # lower nodes win
         chosen.scatter_(1, tree.parents[:, node : node + 1], easy[:, node : node + 1])
     path = follow_tree_ref(tree, chosen, 7)
     for request in range(40):
         children: dict[int, list[tuple[int, int]]] = {}
         for row, (token, parent) in enumerate(
-            zip(tree.token_ids[request].tolist(), tree.parents[request].tolist(), strict=True), start=1
+            zip(tree.draft_ids[request].tolist(), tree.parents[request].tolist(), strict=True), start=1
         ):
             if token >= 0:
                 children.setdefault(parent, []).append((row, token))
@@ -225,10 +244,11 @@ def test_the_path_follows_the_choices_of_the_target() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 def test_the_rows_of_a_path_move_to_its_positions_and_no_other_row_changes(dtype: torch.dtype) -> None:
+    """In the first path, rows move to slots that other rows leave."""
     pages = normal(9, 2, 2, 4, 6, dtype=torch.float32, seed=1).to(dtype)
-    slots = torch.randperm(32, generator=torch.Generator().manual_seed(2)).to(DEVICE).view(2, 16) + 4
-    taken = torch.tensor([[0, 1, 4, 5, 9], [0, 2, 3, 11, 14]], device=DEVICE)
-    sources, targets = slots.gather(1, taken), slots[:, :5].clone()
+    row_slots = torch.randperm(32, generator=torch.Generator().manual_seed(2)).to(DEVICE).view(2, 16) + 4
+    taken = torch.tensor([[0, 2, 1, 3, 9], [0, 2, 3, 11, 14]], device=DEVICE)
+    sources, targets = row_slots.gather(1, taken), row_slots[:, :5].clone()
     targets[1, 3:] = PAD
     flat = pages.float().transpose(1, 3).flatten(0, 1)  # [slots, ...]
     expected = flat.clone()
@@ -236,7 +256,7 @@ def test_the_rows_of_a_path_move_to_its_positions_and_no_other_row_changes(dtype
         expected[targets[request, :count]] = flat[sources[request, :count]]
     for move in (move_rows_ref, move_rows):
         own = pages.clone()
-        move(own, sources, targets)
+        move(own, row_slots, taken, targets)
         assert torch.equal(own.float().transpose(1, 3).flatten(0, 1), expected)
 
 
@@ -256,11 +276,6 @@ def test_the_records_of_a_path_move_to_its_positions_and_no_other_record_changes
     assert torch.equal(records, expected)
 
 
-def tree_rows(tree: Tree, num_positions: int) -> TreeRows:
-    depths, parents = (torch.nn.functional.pad(item, (1, 0)) for item in (tree.depths, tree.parents))
-    return TreeRows(depths, ancestor_words_ref(tree.parents, num_positions), parents)
-
-
 @pytest.mark.parametrize("dtype", SAMPLED_DTYPES)
 @pytest.mark.parametrize("kind", ["plain", "both"])
 @pytest.mark.parametrize("window", [None, 3, 20])
@@ -269,7 +284,7 @@ def test_a_row_attends_as_the_last_row_of_its_path_alone(window: int | None, kin
     lens, num_nodes = [0, 5, 37], 20
     pages = random_pages(lens, 2, 16, 8, dtype, seed=3)
     softmax = random_softmax(kind, 4, dtype)
-    tree = tree_rows(random_tree(3, 6, num_nodes, seed=8), 6)
+    tree = random_tree(3, 6, num_nodes, seed=8).rows
     query = normal(3, num_nodes + 1, 4, 16, dtype=dtype, seed=1)
     kv = normal(3, num_nodes + 1, 4, 16, dtype=dtype, seed=2)
     keys, values = kv[:, :, :2], kv[:, :, 2:]
@@ -302,7 +317,7 @@ def test_parts_of_the_keys_add_up_to_attention_in_one_part(
     """Three row tiles, up to 6 tiles of context and 2 of the tree. A request without context has fewer tiles."""
     lens = [90, 0, 33]
     pages, softmax = random_pages(lens, 2, 16, 8, torch.float32, seed=3), random_softmax(kind, 4, torch.float32)
-    tree = tree_rows(random_tree(3, 6, 20, seed=8), 6)
+    tree = random_tree(3, 6, 20, seed=8).rows
     query, keys, values = (normal(3, 21, heads, 16, dtype=torch.float32, seed=heads) for heads in (4, 2, 2))
     given = (query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, pages.context_lens, tree)
     lengths: list[int] = []
@@ -328,7 +343,7 @@ def test_parts_of_the_keys_add_up_to_attention_in_one_part(
 def test_long_contexts_of_few_requests_equal_the_reference(num_requests: int, num_nodes: int, context: int) -> None:
     lens = [context - 7 * request for request in range(num_requests)]
     pages = random_pages(lens, 8, 128, 16, torch.bfloat16, seed=3)
-    tree = tree_rows(random_tree(num_requests, 15, num_nodes, seed=8), 15)
+    tree = random_tree(num_requests, 15, num_nodes, seed=8).rows
     query, keys, values = (
         normal(num_requests, num_nodes + 1, heads, 128, dtype=torch.bfloat16, seed=seed)
         for seed, heads in enumerate((32, 8, 8))
@@ -346,7 +361,7 @@ def test_long_contexts_of_few_requests_equal_the_reference(num_requests: int, nu
 @pytest.mark.reference
 def test_a_chain_attends_as_a_causal_block() -> None:
     pages = random_pages([3, 70], 1, 32, 16, torch.float32, seed=3)
-    tree = tree_rows(build_tree_ref(*random_candidates(2, 7, 1, seed=1), 7), 7)
+    tree = built(*random_candidates(2, 7, 1, seed=1), 7).rows
     query, keys, values = (normal(2, 8, heads, 32, dtype=torch.float32, seed=heads) for heads in (3, 1, 1))
     given = (query, keys, values, pages.key_cache, pages.value_cache, pages.page_table, pages.context_lens)
     expected = block_attention_ref(*given, is_causal=True, window=None, softmax=PLAIN)

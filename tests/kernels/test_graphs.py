@@ -12,7 +12,7 @@ from dflash_kernels.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.delta_prompts import PromptChunks
 from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
 from dflash_kernels.draft_odds import NUM_SUMS
-from dflash_kernels.draft_tree import TreeRows
+from dflash_kernels.draft_tree import TreeRows, ancestor_words
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS
 from dflash_kernels.mxfp4 import Packed, arrange_numbers, arrange_scales
@@ -229,7 +229,7 @@ def delta_trees(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     memory = DeltaMemory(at["states"].clone(), keys[:, :, None], deltas.unflatten(-1, (H, D)), -decays.abs())
     parents = torch.arange(N, device=DEVICE).sub(2).clamp(min=0).expand(R, -1)  # two branches
     depths = torch.arange(1, N + 1, device=DEVICE).div(2, rounding_mode="floor").expand(R, -1)
-    tree = TreeRows(depths, kernels.ancestor_words(parents[:, 1:], N), parents)
+    tree = TreeRows(depths, ancestor_words(parents[:, 1:], N), parents)
     texts = BlockTexts(at["texts"], at["places"], at["places"] + at["replayed"])
     ring = at["ring"].clone()
     mixed = kernels.tree_conv(at["channels"], at["taps"], ring, RowRuns(texts.texts, texts.lens), tree)
@@ -265,7 +265,10 @@ def judge(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     )
     sums = biases.new_zeros(NUM_SUMS, N - 1)
     kernels.add_outcomes(sums, biases[0], biases, odds.features, at["most"] // 2, at["most"])
-    return (*odds, sums, *kernels.give_rows(odds.survivals, R + 2))
+    added = sums.clone()
+    fitted = biases[0].clone(), biases.clone(), odds.survivals[0].clone()
+    kernels.refit_odds(sums, *fitted)
+    return (*odds, added, sums, *fitted, *kernels.give_rows(odds.survivals, R + 2))
 
 
 def fp8_weight(at: Inputs) -> Fp8Weight:
@@ -294,16 +297,20 @@ def sampling_rows(at: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def step_of_trees(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     """Build trees, attend along their paths, follow the choices of a target, and move rows."""
     probs, ids = at["p"][:, 1:].sort(dim=2, descending=True)
-    tree = kernels.build_tree(probs[:, :, None, : N - 1].log().float(), ids[:, :, : N - 1], N - 1)
-    depths, parents = (torch.nn.functional.pad(item, (1, 0)) for item in (tree.depths, tree.parents))
-    rows = TreeRows(depths, kernels.ancestor_words(tree.parents, N - 1), parents)
+    log_probs = probs[:, :, None, : N - 1].log().float()
+    tree = kernels.build_tree(log_probs, ids[:, :, : N - 1], ids[:, 0, 0], at["places"], N - 1)
     cached = [at[name] for name in ("key_cache", "value_cache", "table", "lens")]
-    attended = kernels.tree_attention(at["query"], at["keys"], at["values"], *cached, rows, window=20)
-    path = kernels.follow_tree(tree, torch.cat((ids[:, :, 0], at["targets"][:, :1]), dim=1), N)
+    attended = kernels.tree_attention(at["query"], at["keys"], at["values"], *cached, tree.rows, window=20)
+    chosen = torch.cat((ids[:, :, 0], at["targets"][:, :1]), dim=1)
+    path = kernels.follow_tree(tree, chosen, N)
+    rows, bounds = step_of(at)
+    state = step_state(at)
+    step = kernels.open_step(state, rows, N, N, bounds)
+    closed = kernels.close_tree(state, rows, step, path, chosen, step.max_accepted, at["targets"] >= 0)
     pages = at["query"].clone().view(R, 1, 2, 2, -1)
     slots = 2 * torch.arange(R, device=DEVICE)[:, None]
-    kernels.move_rows(pages, slots + 1, slots)
-    return attended, *path, pages
+    kernels.move_rows(pages, slots + 1, torch.zeros_like(slots), slots)
+    return attended, *tree[:3], *tree.rows, *path, *closed, state.kv_lens, pages
 
 
 CALLS: dict[str, Call] = {
@@ -356,6 +363,7 @@ CALLS: dict[str, Call] = {
     "shared_attention": attend_shared,
     "block_conv and conv_add_norm": convolve,
     "top_tokens": lambda k, at: k.top_tokens(at["logits"], 16),
+    "likely_tokens": lambda k, at: k.likely_tokens(at["logits"], 16),
     "markov_walk": markov_walk,
     "candidate_walk": lambda k, at: walk(k, at, is_sampled=False),
     "candidate_walk sampled": lambda k, at: walk(k, at, is_sampled=True),
@@ -376,8 +384,8 @@ CALLS: dict[str, Call] = {
     "switch_on_rows": switch_on_rows,
     "locate_rows": lambda k, at: k.locate_rows(at["table"], at["ends"], at["most"], at["rows"] % R, 9, PAGE),
     "argmax": lambda k, at: (k.argmax(at["logits"]),),
-    "draft_odds, add_outcomes and give_rows": judge,
-    "largest_probability": lambda k, at: (k.largest_probability(at["logits"]),),
+    "draft_odds, add_outcomes, refit_odds and give_rows": judge,
+    "largest_probability": lambda k, at: k.largest_probability(at["logits"]),
     "sample": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"])[:2],
     "sample greedy": lambda k, at: k.sample(*sampling_rows(at), at["seeds"], at["places"], is_greedy=True)[:2],
     "reject": lambda k, at: decided(

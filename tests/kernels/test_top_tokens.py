@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.top_tokens import MOST_TOP_TOKENS, top_tokens, top_tokens_ref
+from dflash_kernels.top_tokens import (
+    MOST_TOP_TOKENS,
+    likely_tokens,
+    likely_tokens_ref,
+    top_tokens,
+    top_tokens_ref,
+)
 from dflash_testing.tensors import DEVICE, DTYPES, normal
 
 
@@ -46,6 +52,29 @@ def test_infinities_zeros_and_nan() -> None:
     rows[2, 600:], rows[3] = torch.inf, 0.0
     rows[3, ::2] = -0.0
     check(rows, 16)
+
+
+def log_probs_by_sorting(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities of the tokens with the highest logits, from a sort of whole rows in float64."""
+    order = torch.where(logits.isnan(), -torch.inf, logits).sort(dim=-1, descending=True, stable=True).indices
+    return order[:, :count], logits.double().log_softmax(-1).gather(1, order[:, :count])
+
+
+@pytest.mark.parametrize("call", [pytest.param(likely_tokens_ref, marks=pytest.mark.reference), likely_tokens])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "count"), [(1, 1), (700, 15), (9000, 3), (3000, MOST_TOP_TOKENS + 1)])
+def test_likely_tokens_rank_by_logit_then_by_id(call: object, vocab: int, count: int, dtype: torch.dtype) -> None:
+    """Rows with a stride, rows with ties at the end of the list, and three rows with probabilities of NaN."""
+    logits = (4 * normal(7, vocab + 3, dtype=dtype))[:, :vocab]
+    logits[1] = logits[1].round()
+    logits[2, vocab // 2 :] = -torch.inf
+    logits[2, 0], logits[3] = 30.0, 0.0
+    logits[4], logits[5, -1], logits[6, -1] = -torch.inf, torch.nan, torch.inf
+    token_ids, log_probs = call(logits, count)  # type: ignore[operator]
+    wanted_ids, wanted = log_probs_by_sorting(logits, count)
+    wanted[4:] = torch.nan
+    assert torch.equal(token_ids, wanted_ids)
+    torch.testing.assert_close(log_probs, wanted.float(), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("call", [top_tokens, pytest.param(top_tokens_ref, marks=pytest.mark.reference)])

@@ -58,7 +58,9 @@ def force_acceptance(pair: LoadedPair, mean: float) -> LoadedPair:
     """
     rates = acceptance_rates(mean, most_tokens(pair.limits))
     device, kernels = pair.placement.device, pair.placement.kernels
-    path_rows = spread_rows(pair.limits).to(device) if pair.limits.num_tree_nodes else None
+    path_rows = None
+    if pair.limits.num_tree_nodes:
+        path_rows = spread_rows(pair.limits).to(device).repeat(pair.limits.max_num_requests, 1)
     kernels = _forcing(kernels, draw_table(rates).to(device), path_rows)
     return replace(pair, placement=replace(pair.placement, kernels=kernels))
 
@@ -76,22 +78,30 @@ def spread_rows(limits: Limits) -> Tensor:
 
 
 def _forcing(kernels: Kernels, table: Tensor, path_rows: Tensor | None = None) -> Kernels:
-    real, real_follow = kernels.close_step, kernels.follow_tree
+    real, real_follow, real_tree = kernels.close_step, kernels.follow_tree, kernels.close_tree
+
+    def force(step: StepRows, chosen: Tensor) -> Tensor:
+        """Draft tokens: the drawn number of them equal the target's choice. Stops and limits then cut as usual."""
+        places = torch.arange(len(chosen), device=chosen.device)
+        drawn = table[(step.remaining + ROW_DISTANCE * places) % TABLE_SIZE]
+        is_accepted = torch.arange(chosen.shape[1] - 1, device=drawn.device) < drawn[:, None]
+        return torch.where(is_accepted, chosen[:, :-1], -1)
 
     def close(
         state: RowState, rows: Tensor, step: StepRows, draft_ids: Tensor, chosen: Tensor, *rest: Tensor
     ) -> tuple[Tensor, Tensor]:
-        places = torch.arange(len(rows), device=rows.device)
-        drawn = table[(step.remaining + ROW_DISTANCE * places) % TABLE_SIZE]
-        is_accepted = torch.arange(draft_ids.shape[1], device=drawn.device) < drawn[:, None]
-        # The first drawn draft tokens equal the target's choice. Stops and limits then cut as usual.
-        forced = torch.where(is_accepted, chosen[:, :-1], -1)
-        return real(state, rows, step, forced, chosen, *rest)
+        return real(state, rows, step, force(step, chosen), chosen, *rest)
+
+    def close_tree(
+        state: RowState, rows: Tensor, step: StepRows, path: Path, chosen: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        forced = path._replace(token_ids=force(step, chosen.gather(1, path.rows)))
+        return real_tree(state, rows, step, forced, chosen, *rest)
 
     def follow(tree: Tree, chosen: Tensor, num_rows: int) -> Path:
         assert path_rows is not None, "a pair that verifies trees"
         real_follow(tree, chosen, num_rows)  # for its time
-        rows = path_rows[:num_rows].expand(len(chosen), -1)
-        return Path(rows, torch.where(rows[:, 1:] > 0, 0, -1))
+        rows = path_rows[: len(chosen), :num_rows]
+        return Path(rows, rows[:, 1:])  # `close_tree` replaces these tokens by drawn ones
 
-    return replace(kernels, close_step=close, follow_tree=follow)
+    return replace(kernels, close_step=close, close_tree=close_tree, follow_tree=follow)

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dflash_kernels.largest_probability import Likeliest
 from dflash_kernels.step_rows import Bounds, RowState, StepRows
 from dflash_kernels.suite import Kernels
 from dflash_runtime.device.loading import LoadedPair
@@ -117,10 +118,9 @@ def _forcing(kernels: Kernels, tables: KindTables) -> Kernels:
         step_now.accepted, step_now.confidences = tables.blocks(rows, step.remaining)
         return step
 
-    def largest_probability(logits: Tensor) -> Tensor:
-        kernels.largest_probability(logits)  # for its time
-        confidences = step_now.confidences
-        return confidences[:, : len(logits) // len(confidences)].flatten()
+    def largest_probability(logits: Tensor) -> Likeliest:
+        found, confidences = kernels.largest_probability(logits), step_now.confidences
+        return found._replace(probabilities=confidences[:, : len(logits) // len(confidences)].flatten())
 
     def close_step(
         state: RowState, rows: Tensor, step: StepRows, draft_ids: Tensor, chosen: Tensor, *rest: Tensor

@@ -7,11 +7,11 @@ without changing sampled text. All positions share one weight, and each position
     p = sigmoid(weight * feature + bias of the position)
 
 Labels: an accepted token is 1, the first rejected token of a step is 0, and later tokens are not judged. A refit is one
-Newton step from the sums since the last refit, by a bound of the likelihood's curvature (`draft_odds.py`), so it never
-overshoots. The ridge holds it near the last fit. The step is damped, so that a few tokens change little: one rejection
-of a very likely token has a large gradient and little curvature. A position that was judged rarely or long ago takes
-the bias of the position before it. A budget that verifies few rows would otherwise never learn that deeper rows are
-worth their time. Everything runs on the device, and nothing waits for it.
+Newton step from the sums since the last refit (`odds_refit.py`), by a bound of the likelihood's curvature
+(`draft_odds.py`), so it never overshoots. The ridge holds it near the last fit. The step is damped, so that a few
+tokens change little: one rejection of a very likely token has a large gradient and little curvature. A position that
+was judged rarely or long ago takes the bias of the position before it. A budget that verifies few rows would otherwise
+never learn that deeper rows are worth their time. Everything runs on the device, and nothing waits for it.
 
 Axis letters: R requests, K draft tokens.
 """
@@ -22,28 +22,15 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.draft_odds import NUM_SUMS, DraftOdds, add_outcomes_ref
+from dflash_kernels.odds_refit import newton_step
 from dflash_kernels.suite import Kernels
+from dflash_runtime.models.placement import as_current
 
 FIRST_WEIGHT, FIRST_BIAS = 1.0, 0.0
 """The model before any observation: the draft's confidence as it is."""
 
-RIDGE = 1.0
-"""The curvature that holds a refit near the last fit, as about four tokens with even odds do."""
-
-DAMPING = 20.0
-"""A step from as many tokens is halved: n tokens take n / (n + DAMPING) of it."""
-
-NEIGHBOUR_TOKENS = 4.0
-"""The number of judged tokens that weigh as much as the bias of the position before."""
-
-HOPE = 0.5
-"""The bias of a never judged position minus the bias of the position before it, so that the position is tried."""
-
-REMEMBERED = 0.9
-"""The share of earlier judged tokens that still counts after a refit."""
-
 REFIT_STEPS = 8
-"""Steps from one refit to the next, after the first ones. Each refit is some forty small launches."""
+"""Steps from one refit to the next, after the first ones. Each refit is one launch."""
 
 
 def is_refit_due(num_steps: int) -> bool:
@@ -74,27 +61,8 @@ class AcceptanceModel(NamedTuple):
         return sums
 
     def stepped(self, sums: Tensor) -> "AcceptanceModel":
-        """The model after one damped Newton step. The Hessian is an arrow, so a step is a few sums over positions."""
-        tokens, gradients, weighted, curvatures, mixed, squared = sums
-        own = curvatures + RIDGE
-        stiffness = squared.sum() + RIDGE - (mixed**2 / own).sum()
-        weight_step = (weighted.sum() - (mixed * gradients / own).sum()) / stiffness
-        bias_steps = (gradients - mixed * weight_step) / own
-        total = tokens.sum()
-        weight = self.weight + weight_step * total / (total + DAMPING)
-        return AcceptanceModel(weight, self.biases + bias_steps * tokens / (tokens + DAMPING))
-
-
-def with_neighbours(biases: Tensor, num_judged: Tensor) -> Tensor:
-    """Mix each bias [K] with the result of the position before, by its number of judged tokens [K].
-
-    A position without judged tokens gets that result plus HOPE. Tokens take the hope away faster than the result.
-    """
-    own = num_judged / (num_judged + NEIGHBOUR_TOKENS)
-    own[0] = 1
-    place = torch.arange(len(own), device=own.device)
-    shares = torch.where(place > place[:, None], 1 - own, 1).cumprod(1).triu()  # of position i in position k, [i, k]
-    return (own * biases + HOPE * (1 - own) ** 2) @ shares
+        """The model after one damped Newton step."""
+        return AcceptanceModel(*newton_step(sums, *self))
 
 
 class OnlineAcceptance:
@@ -106,6 +74,8 @@ class OnlineAcceptance:
         self._sums = torch.zeros(NUM_SUMS, num_draft_tokens, dtype=torch.float64, device=device)
         self._num_judged = torch.zeros(num_draft_tokens, dtype=torch.float64, device=device)
         self._num_steps = 0
+        with as_current(device):  # compiles the kernel, which no captured step launches
+            self._refit(AcceptanceModel.first(num_draft_tokens, device), torch.zeros_like(self._num_judged))
 
     def predict(self, confidences: Tensor, max_accepted: Tensor) -> DraftOdds:
         """Predict the acceptance of draft tokens with confidences [R, K]; see `draft_odds_ref`."""
@@ -119,8 +89,8 @@ class OnlineAcceptance:
         """Queue a refit if it is due. Its tensors keep their addresses, because captured steps read them."""
         self._num_steps += 1
         if is_refit_due(self._num_steps):
-            fitted = self.model.stepped(self._sums)
-            self._num_judged.mul_(REMEMBERED).add_(self._sums[0])
-            self.model.weight.copy_(fitted.weight)
-            self.model.biases.copy_(with_neighbours(fitted.biases, self._num_judged))
-            self._sums.zero_()
+            self._refit(self.model, self._num_judged)
+
+    def _refit(self, model: AcceptanceModel, num_judged: Tensor) -> None:
+        """Refit a model in place by the sums, and empty them; see `refit_odds_ref`."""
+        self._kernels.refit_odds(self._sums, *model, num_judged)

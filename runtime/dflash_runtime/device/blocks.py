@@ -72,7 +72,7 @@ class Proposal:
 class Blocks:
     """The blocks that a decode step verifies, W rows of each of R requests. `given` has the rows that are run.
 
-    With `tree`, the rows are the rows of trees, and `step` has the rows of the path that each tree will give.
+    With `tree`, the rows are the rows of trees, and `step` has their slots.
     """
 
     rows: Tensor  # [R] rows of the state

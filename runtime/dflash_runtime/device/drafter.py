@@ -101,7 +101,6 @@ class Drafter:
             draws = Draws(sampling.temperatures, sampling.seeds, positions) if self._draws(sampling) else None
             assert isinstance(self._draft, WalkingDraft)
             drawn = self._draft.propose(*block, draws, sampling.masks)
-            confidences = self._confidences(drawn.logits) if drawn.confidences is None else drawn.confidences
         else:
             logits = self._draft.logits(*block)
             if sampling.masks is not None:
@@ -109,8 +108,8 @@ class Drafter:
                     logits[:, place] = sampling.masks.allow(logits[:, place])
                     one = slice(place, place + 1)
                     sampling.masks.take(self._draw(logits[:, one], positions[:, one], sampling).token_ids[:, 0])
-            confidences = self._confidences(logits)
             drawn = self._draw(logits, positions, sampling)
+        confidences = self._confidences(drawn.logits) if drawn.confidences is None else drawn.confidences
         return Proposal(to_target(self._draft, drawn.token_ids), drawn.distribution, confidences)
 
     def write_context(self, rows: ContextRows | None) -> None:
@@ -134,15 +133,15 @@ class Drafter:
 
     def _draft_trees(self, shape: TreeShape, rows: Tensor, page_table: Tensor, sampling: Sampling) -> Blocks:
         """Draft for state rows [R] -> the trees that the target verifies, as blocks."""
-        width, kernels = sampling.mode.verify_width, self._kernels
-        step, slots = shape.open(kernels, self._state.row_state, rows, self._limits.num_block_rows, width, self._bounds)
+        width, num_block = sampling.mode.verify_width, self._limits.num_block_rows
+        step = self._kernels.open_step(self._state.row_state, rows, num_block, shape.num_nodes + 1, self._bounds)
         assert self._draft is not None
         attend = self._attend(step, page_table)
-        tree = shape.draft(kernels, self._draft, step.block_ids, step.positions, attend, width - 1)
-        verified, proposal = VerifiedTree.of(kernels, tree, width - 1, slots), Proposal(tree.token_ids)
-        ids = proposal.verified_ids(step.block_ids[:, :1])
-        positions = step.kv_lens[:, None] + verified.rows.depths
-        return Blocks(rows, step, page_table, sampling, proposal, ids.flatten(), positions, tree=verified)
+        tree = shape.draft(self._kernels, self._draft, step.block_ids, step.positions, attend, width - 1)
+        verified, proposal = VerifiedTree(tree, width), Proposal(tree.draft_ids)
+        return Blocks(
+            rows, step, page_table, sampling, proposal, tree.token_ids.flatten(), tree.positions, tree=verified
+        )
 
     def _draws(self, sampling: Sampling) -> bool:
         """Whether draft tokens are sampled, so that rejection needs their distributions."""
@@ -150,19 +149,23 @@ class Drafter:
 
     def _draw(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Drawn:
         """Choose draft tokens from logits [R, K, V'] at positions [R, K]."""
-        if not self._draws(sampling):
-            return Drawn(self._kernels.argmax(logits.flatten(0, 1)).view(positions.shape))
-        drawn = self._kernels.sample(
-            logits.flatten(0, 1), *sampling.filters(), sampling.seeds, positions.flatten(),
-            has_filters=sampling.mode.has_filters, purpose=DRAFT,
-        )  # fmt: skip
-        return Drawn(drawn.token_ids.view(positions.shape), drawn.distribution)
+        flat, shape = logits.flatten(0, 1), positions.shape
+        if self._draws(sampling):
+            drawn = self._kernels.sample(
+                flat, *sampling.filters(), sampling.seeds, positions.flatten(),
+                has_filters=sampling.mode.has_filters, purpose=DRAFT,
+            )  # fmt: skip
+            return Drawn(drawn.token_ids.view(shape), drawn.distribution, logits=logits)
+        if self._has_confidences:  # both from one pass over the logits
+            best = self._kernels.largest_probability(flat)
+            return Drawn(best.token_ids.view(shape), confidences=best.probabilities.view(shape))
+        return Drawn(self._kernels.argmax(flat).view(shape))
 
     def _confidences(self, logits: Tensor | None) -> Tensor | None:
         """The draft's largest probability at each position of logits [R, K, V'], if it is asked for."""
         if not self._has_confidences or logits is None:
             return None
-        return self._kernels.largest_probability(logits.flatten(0, 1)).view(logits.shape[:2])
+        return self._kernels.largest_probability(logits.flatten(0, 1)).probabilities.view(logits.shape[:2])
 
     def _attend(self, step: StepRows, page_table: Tensor) -> PagedAttention:
         """The draft's attention over its context KV and its blocks."""

@@ -41,10 +41,10 @@ class Verifier:
         """The target's attention over the pages of blocks. It also stores the KV of verified rows."""
         step, config = blocks.step, self._target.config
         causal, lens = (True,) * config.num_layers, step.context_lens
-        slots, tree = (step.slots, None) if blocks.tree is None else (blocks.tree.slots, blocks.tree.rows)
+        tree = None if blocks.tree is None else blocks.tree.tree.rows
         memory = None if self._states is None else BlockRecall.of(self._states, blocks.rows, lens, tree)
         attend = PagedAttention(
-            self._kernels, self._cache, blocks.page_table, lens, causal, config.windows, slots, memory, tree
+            self._kernels, self._cache, blocks.page_table, lens, causal, config.windows, step.slots, memory, tree
         )
         return attend if blocks.given is None else SharedAttention(attend, blocks.given, blocks.run(step.slots))
 

@@ -10,7 +10,8 @@ The text never depends on it: a narrower block commits fewer tokens of the same 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import mul
 from typing import Protocol
 
 from dflash_runtime.scheduling.request import Request
@@ -28,12 +29,12 @@ Survivals = Sequence[Sequence[float]]
 
 def survivals_of(likely: Sequence[float]) -> list[float]:
     """Return the survival of each position, from conditional probabilities."""
-    return list(accumulate(likely, lambda before, own: before * own))
+    return list(accumulate(likely, mul))
 
 
 def expected_tokens(survivals: Survivals, choices: Iterable[int]) -> dict[int, float]:
     """Return the expected tokens of a step for each number of rows, anchors included, that holds all anchors."""
-    best = sorted((value for own in survivals for value in own), reverse=True)
+    best = sorted(chain.from_iterable(survivals), reverse=True)
     gains = list(accumulate(best, initial=float(len(survivals))))
     return {rows: gains[min(rows - len(survivals), len(best))] for rows in choices if rows >= len(survivals)}
 

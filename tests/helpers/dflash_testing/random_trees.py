@@ -2,7 +2,7 @@
 
 import torch
 
-from dflash_kernels.draft_tree import TreeRows, ancestor_words_ref
+from dflash_kernels.draft_tree import TreeRows, ancestor_words
 from dflash_testing.tensors import DEVICE
 
 
@@ -14,5 +14,5 @@ def random_tree_rows(num_trees: int, num_nodes: int, seed: int) -> TreeRows:
         back = torch.randint(1, 5, (num_trees,), generator=generator) if row % 2 else torch.ones(num_trees).long()
         parents[:, row] = (row - back).clamp(min=0)
         depths[:, row] = depths.gather(1, parents[:, row : row + 1])[:, 0] + 1
-    words = ancestor_words_ref(parents[:, 1:], num_nodes)
+    words = ancestor_words(parents[:, 1:], num_nodes)
     return TreeRows(depths.to(DEVICE), words.to(DEVICE), parents.to(DEVICE))

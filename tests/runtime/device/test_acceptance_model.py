@@ -7,16 +7,9 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.draft_odds import LARGEST_FEATURE, features_of
+from dflash_kernels.odds_refit import DAMPING, HOPE, NEIGHBOUR_TOKENS, RIDGE, with_neighbours
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.device.acceptance_model import (
-    DAMPING,
-    HOPE,
-    NEIGHBOUR_TOKENS,
-    RIDGE,
-    AcceptanceModel,
-    OnlineAcceptance,
-    with_neighbours,
-)
+from dflash_runtime.device.acceptance_model import AcceptanceModel, OnlineAcceptance
 
 K = 5
 
