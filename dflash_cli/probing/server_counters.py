@@ -231,17 +231,17 @@ def _samples(text: str, where: str) -> tuple[Sample, ...]:
 
 
 def _of_one_rank(samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The samples without copies by further ranks of one model, which count the same. The largest copy is kept."""
+    """The samples without equal lines, and without copies by further ranks of one model. The largest copy is kept."""
     copies: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
-    others = []
+    others: dict[tuple[str, frozenset[tuple[str, str]], float], Sample] = {}
     for sample in samples:
         name, labels, value = sample
         rest = frozenset(item for item in labels.items() if item[0] not in RANKS)
         if len(rest) == len(labels):
-            others.append(sample)
+            others[name, rest, value] = sample
         elif (name, rest) not in copies or not value <= copies[name, rest][2]:
             copies[name, rest] = sample
-    return (*others, *copies.values())
+    return (*others.values(), *copies.values())
 
 
 def _foreign(where: str, found: str) -> UnsupportedError:

@@ -171,6 +171,7 @@ def test_a_counter_that_each_rank_of_a_model_shows_is_read_once() -> None:
     name = "sglang:spec_verify_calls_total"
     ranks = "".join(f'{name}{{tp_rank="{rank}",dp_rank="{part}"}} {10 + part}\n' for rank in (0, 1) for part in (0, 1))
     assert counted("sglang", ranks).num_drafts == 21
+    assert counted("sglang", f'{name}{{engine_type="unified"}} 10\n' * 4).num_drafts == 10
 
 
 def test_gauges_and_queue_times_are_read_beside_counters() -> None:
