@@ -27,9 +27,9 @@ UNREPEATABLE = {
 }  # fmt: skip
 """Findings which say that the load is not the reason of changed answers."""
 EXPLAINS: Mapping[str, set[str]] = {
-    "counters-reset": {"counters-incomplete", "counters-contradict"},
+    "counters-reset": {"counters-incomplete", "counters-contradict", "counters-miscount"},
     "answers-from-a-store": {
-        "counters-incomplete", "draft-off-under-load", "partly-drafted", "prefix-cache-unused",
+        "counters-incomplete", "counters-miscount", "draft-off-under-load", "partly-drafted", "prefix-cache-unused",
         "second-turn-not-cached", *NOT_DRAFTED,
     },
     **{id: {"counters-reset", "counters-incomplete"} for id in FAILING},
@@ -49,13 +49,18 @@ EXPLAINS: Mapping[str, set[str]] = {
     "temperature-zero-ignored": UNSTEADY,
     "answers-change-each-time": UNSTEADY,
     "replicas-answer-differently": {*UNSTEADY, "logprobs-wrong", "draft-fails-on-some-prompts"},
-    "counters-contradict": {*SHAPES, *LOW, "acceptance-near-zero", "counters-incomplete"},
+    "counters-contradict": {*SHAPES, *LOW, "acceptance-near-zero", "counters-incomplete", "counters-miscount"},
+    "foreign-traffic": {"counters-miscount"},
+    "active-adapter-lowers-acceptance": {
+        "acceptance-low-everywhere", "acceptance-near-zero", "draft-fails-on-some-prompts", *REJECTED,
+    },
     "answers-repeat-one-token": {*SHAPES, *LOW, *LATER, "acceptance-near-zero", "temperature-ignored",
         "structured-output-broken", "tool-call-broken"},
     "several-replicas": {
-        "foreign-traffic", "counters-reset", "counters-incomplete", "counters-contradict", "partly-drafted",
-        "draft-off-under-load", "prefix-cache-unused", "second-turn-not-cached", "acceptance-falls-within-answers",
-        "acceptance-falls-with-time", "draft-fails-on-some-prompts", "draft-capped", *SHAPES, *LATER, *NOT_DRAFTED,
+        "foreign-traffic", "counters-reset", "counters-incomplete", "counters-contradict", "counters-miscount",
+        "partly-drafted", "draft-off-under-load", "prefix-cache-unused", "second-turn-not-cached",
+        "acceptance-falls-within-answers", "acceptance-falls-with-time",
+        "draft-fails-on-some-prompts", "draft-capped", *SHAPES, *LATER, *NOT_DRAFTED,
     },
     "draft-not-engaged": NOT_DRAFTED,
     "draft-capped": SHAPES,

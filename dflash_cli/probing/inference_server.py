@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import HttpClient
 from dflash_cli.probing.server_counters import ServerCounters, ServerMetrics, read_metrics
+from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_cli.probing.tool_calls import ServedToolCall, read_call, read_streamed_call
 from dflash_runtime.documents import NOT_REQUIRED, Limits, from_json, to_json
 from dflash_runtime.errors import InvalidConfig, RequestError, UnsupportedError, UsageError
@@ -62,6 +63,8 @@ class ServerFacts:
     undrafted_slots: Annotated[int | None, NOT_REQUIRED, "slots that the server says cannot draft"] = None
     lossy: Annotated[str | None, NOT_REQUIRED, "settings that make verification lossy, with their values"] = None
     adapters: Annotated[tuple[str, ...], NOT_REQUIRED, "adapters of the model that requests can name"] = ()
+    active_adapter: Annotated[str | None, NOT_REQUIRED, "adapters that the server applies to measured requests"] = None
+    own_penalties: Annotated[str | None, NOT_REQUIRED, "penalties that the server shows as its own, with values"] = None
 
     @property
     def is_lookup(self) -> bool:
@@ -76,7 +79,7 @@ class ServerFacts:
 
     def __post_init__(self) -> None:
         """Drop values that no server of the engine reports."""
-        names = ("release", "target", "draft", "method", "kv_dtype", "lossy")
+        names = ("release", "target", "draft", "method", "kv_dtype", "lossy", "active_adapter", "own_penalties")
         texts = {name: isinstance(getattr(self, name), str) for name in names}
         numbers = {
             name: is_int(value := getattr(self, name)) and 0 <= value <= most
@@ -128,6 +131,8 @@ class ServedAnswer:
     id                the name that the server gives this answer alone
     decode_ms         time of decoding without the prompt, by the server
     method            method of drafting, by the answer's settings
+    started_s         when the request was sent, by this client's `time.perf_counter`
+    seconds           time from the request to the end of the answer, by this client
     """
 
     token_ids: tuple[Annotated[int, Limits(least=0, below=1 << 31)], ...]
@@ -143,6 +148,8 @@ class ServedAnswer:
     id: str | None = None
     decode_ms: Annotated[float, Limits(least=0)] | None = None
     method: str | None = None
+    started_s: float | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +195,8 @@ class InferenceServer(ABC):
     """`owned_by` of the models that such a server lists at `/v1/models`."""
     counter_names: ClassVar[Mapping[str, str]]
     """The engine's names for fields of `ServerCounters`."""
+    load_names: ClassVar[Mapping[str, str]] = {}
+    """The engine's names of gauges `running` and `waiting`, and of the sum of its queue times in seconds, `queue_s`."""
     definition: ClassVar[str] = "vllm"
     """The definition of acceptance length that the engine uses, a key of `statistics.DEFINITIONS`."""
     how_to_report: ClassVar[str]
@@ -229,6 +238,10 @@ class InferenceServer(ABC):
         own = {"asked": {"temperature": asked.temperature}, "likeliest": LIKELIEST, "flat": FLAT}[variant.decoding]
         return {**own, **neutral}
 
+    def without_adapter(self) -> "InferenceServer | None":
+        """The same server, asked without its active adapter. None if requests cannot leave the adapter out."""
+        return None
+
     @abstractmethod
     def describe(self) -> ServerFacts:
         """The server's description of itself."""
@@ -242,10 +255,8 @@ class InferenceServer(ABC):
         """Token id -> log-probability in nats, for the most likely tokens after a text."""
 
     @abstractmethod
-    def told_logprobs(
-        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
-    ) -> list[tuple[int, float]]:
-        """The tokens of an answer, each with the log-probability in nats that the server tells of it."""
+    def told_logprobs(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ToldLogprobs:
+        """An answer with the log-probabilities that the server tells of its tokens."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -292,7 +303,7 @@ class InferenceServer(ABC):
         text = self.client.find_text("/metrics") or self.client.find_text("/metrics/")
         if text is None:
             return ServerMetrics()
-        self.readings.append(read_metrics(text, self.counter_names, f"{self.client.url}/metrics"))
+        self.readings.append(read_metrics(text, self.counter_names, f"{self.client.url}/metrics", self.load_names))
         return self.readings[-1]
 
     def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Read]) -> Read:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from dflash_cli.probing.counter_agreement import Answered, is_of_others, odd_counter
 from dflash_cli.probing.http_client import TimeIsUp
 from dflash_cli.probing.inference_server import (
     MEASURED,
@@ -18,7 +19,7 @@ from dflash_cli.probing.inference_server import (
     ServerFacts,
     Variant,
 )
-from dflash_cli.probing.served_answers import await_counters, exceeds_answers, has_come
+from dflash_cli.probing.served_answers import await_counters, has_come
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_cli.probing.server_run import ServerRequest, ServerRun
@@ -209,8 +210,8 @@ class QuestionSession:
         risen = None if now is None else now.since(before)
         if risen is None or not risen.is_exact or not has_come(risen, num_requests=1, num_tokens=num_tokens):
             return None
-        is_alone = (risen.num_requests or 0) <= 1 and not exceeds_answers(risen, num_tokens, 1)
-        return risen if is_alone else None
+        own = Answered(num_answers=1, num_tokens=num_tokens)
+        return None if is_of_others(risen, own) or odd_counter(risen, own) == "steps" else risen
 
     def _counted(self, served: ServedAnswer, risen: ServerCounters | None, seconds: float) -> CountedAnswer:
         steps, accepted = served.num_steps, served.num_accepted

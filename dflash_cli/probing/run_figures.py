@@ -7,9 +7,10 @@ from typing import Literal
 from dflash_cli.acceptance.conversation_counts import ConversationCounts, count_conversations, distinct_prompts
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, Summary, summarise
 from dflash_cli.generation.answers import Answer
+from dflash_cli.probing.counter_agreement import Answered, describe_odd, is_of_others
 from dflash_cli.probing.http_client import TimeIsUp
 from dflash_cli.probing.inference_server import InferenceServer, ServedAnswer, ServerFacts
-from dflash_cli.probing.served_answers import CounterWatch, await_counters, exceeds_answers
+from dflash_cli.probing.served_answers import CounterWatch, await_counters
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.notices import Notice
@@ -42,13 +43,13 @@ def count_run(
         few = f"the server counted {plural(risen.num_requests, 'request')} of {len(found)}"
         text = f"{few}, and no counter fell: it counts late, or other servers answer; its counters are not used"
         return None, [Notice(text, id="requests-not-counted")]
-    notes = []
-    if risen.num_requests is not None and risen.num_requests > len(found) + num_extra:
-        others = plural(risen.num_requests - len(found), "request")
-        text = f"the server counted {others} more than this run sent: its counters include other clients"
-        notes.append(Notice(text, id="other-clients-counted"))
-    elif not num_extra and exceeds_answers(risen, num_tokens, len(found)):
-        notes.append(Notice(_more_counted(risen, num_tokens), id="other-clients-counted"))
+    num_prompt = sum(len(answer.output.prompt_token_ids) for answer, _ in found)
+    own, notes = Answered.of([served for _, served in found], num_prompt), []
+    odd = None if num_extra else describe_odd(risen, own)
+    if odd is not None:
+        return risen, [Notice(odd, id="counter-miscounts")]
+    if is_of_others(risen, own, num_extra):
+        notes.append(Notice(_more_counted(risen, own), id="other-clients-counted"))
     if watch is not None and watch.num_foreign:
         text = f"{plural(watch.num_foreign, 'answer')} without own steps: other clients sent requests meanwhile"
         notes.append(Notice(text, id="steps-of-other-clients"))
@@ -60,13 +61,16 @@ def _rounded(counters: ServerCounters) -> Notice:
     return Notice(text, id="counters-rounded")
 
 
-def _more_counted(risen: ServerCounters, num_tokens: int) -> str:
+def _more_counted(risen: ServerCounters, own: Answered) -> str:
     """The counts that are larger than the answers."""
+    if (risen.num_requests or 0) > own.num_answers:
+        others = plural((risen.num_requests or 0) - own.num_answers, "request")
+        return f"the server counted {others} more than this run sent: its counters include other clients"
     counted = f"{risen.num_tokens} tokens"
-    if (risen.num_tokens or 0) <= num_tokens:
+    if (risen.num_tokens or 0) <= own.num_tokens:
         counted = f"{risen.num_drafts} steps and {risen.num_accepted_drafts} accepted tokens"
     why = "requests of other clients ran meanwhile, and its counters include them"
-    return f"the server counted {counted} and answered {num_tokens} tokens: {why}"
+    return f"the server counted {counted} and answered {own.num_tokens} tokens: {why}"
 
 
 def pool_run(

@@ -8,6 +8,7 @@ from dflash_cli.probing.answer_findings import find_answer_faults, find_stored_a
 from dflash_cli.probing.attribution import is_lower_under_load
 from dflash_cli.probing.draft_findings import MIN_STEPS, find_draft_faults
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
+from dflash_cli.probing.load_findings import find_waiting
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.server_identity import foreign_traffic
 from dflash_cli.probing.server_run import ServerRun
@@ -48,6 +49,7 @@ def find_in_runs(
     yield from _unequal(facts, equalities)
     yield from _counters(runs)
     yield from _contradicting(runs)
+    yield from find_waiting(facts, runs)
     yield from _prefix_cache(facts)
     yield from _quantised(facts)
     yield from _lossy(facts)
@@ -197,6 +199,15 @@ def _counters(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
         if id in notes:
             yield foreign_traffic(notes[id])
             return
+    if "counter-miscounts" in notes:
+        yield ServedFinding(
+            id="counters-miscount",
+            severity="warning",
+            seen=notes["counter-miscounts"],
+            follows="this counter is wrong, and the other counters agree with the answers, so no other client is the "
+            "reason. Dashboards that show it, such as tokens per second, are wrong",
+            next="add up the answers in place of this counter, and report it to the engine",
+        )
     if "requests-not-counted" in notes:
         yield ServedFinding(
             id="counters-incomplete",

@@ -4,10 +4,12 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from dflash_cli.generation.answers import Answer
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
+from dflash_cli.probing.counter_agreement import Answered, is_of_others, odd_counter
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServedAnswer, ServedSteps
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.errors import DFlashError
@@ -51,26 +53,16 @@ class CounterWatch:
         self._last = now or self._last
         if risen is None or risen.histogram is None:
             return None
-        if (risen.num_requests or 0) > 1 or exceeds_answers(risen, len(served.token_ids), 1):
+        own = Answered.of([served])
+        if is_of_others(risen, own):
             self.num_foreign += 1
+            return None
+        if odd_counter(risen, own) == "steps":
             return None
         try:
             return ServedSteps.of_histogram(risen.histogram)
         except ValueError:  # counters of another server
             return None
-
-
-def exceeds_answers(risen: ServerCounters, num_tokens: int, num_answers: int) -> bool:
-    """Return whether counters rose by more tokens than the answers have, so that other requests ran too.
-
-    A server may count one token more per answer, such as the end of a text. The last step of an answer may accept
-    tokens past its end.
-    """
-    most = num_tokens + num_answers
-    committed = (risen.num_drafts or 0) + (risen.num_accepted_drafts or sum(risen.per_pos_accepted))
-    past_end = len(risen.per_pos_accepted) * num_answers
-    has_more_steps = risen.has_sound_positions and bool(risen.per_pos_accepted) and committed > most + past_end
-    return (risen.num_tokens or 0) > most or has_more_steps
 
 
 def await_counters(
@@ -116,7 +108,9 @@ def ask_row(
     conversation = Conversation(row)
     while not conversation.is_done:
         prompt_ids = conversation.next_prompt(tokenizer, chat=chat)
+        started = time.perf_counter()
         served = server.answer(prompt_ids, asked)
+        served = replace(served, started_s=started, seconds=time.perf_counter() - started)
         steps = served.steps
         if steps is None and watch is not None:
             steps = watch.steps_of(served)

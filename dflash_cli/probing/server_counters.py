@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Annotated
 
 from dflash_runtime.documents import NOT_REQUIRED
@@ -37,6 +38,8 @@ EXPONENT = re.compile(r"(\d)\.?(\d*)e\+?(\d{1,2})", re.IGNORECASE)
 """The value of a sample's line, values that C++ streams do not print, and the digits and exponent of a value."""
 Sample = tuple[str, Mapping[str, str], float]
 """A metric's name, its labels and its value."""
+RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
+"""Labels of the ranks that compute one model together. SGLang can show the metrics of each."""
 STARTED, INFO = "process_start_time_seconds", "_info"
 
 
@@ -85,7 +88,7 @@ class ServerCounters:
         surplus, committed = accepted - sum(self.per_pos_accepted), drafts + accepted
         is_one_each = bool(drafts and self.per_pos_accepted) and abs(surplus - drafts) <= BONUS_SLACK * surplus
         known = self.num_tokens
-        return is_one_each and (known is None or (committed > known and _differ(committed, known)))
+        return is_one_each and (known is None or (committed > known and differ(committed, known)))
 
     @property
     def num_accepted_drafts(self) -> int | None:
@@ -98,12 +101,12 @@ class ServerCounters:
         by_position, accepted = sum(self.per_pos_accepted), self.num_accepted_tokens
         if accepted is None or not self.is_exact:
             return None
-        if self.per_pos_accepted and _differ(by_position, accepted):
+        if self.per_pos_accepted and differ(by_position, accepted):
             if self.counts_bonus:
                 return f"{accepted} accepted tokens in all, {by_position} by position and {self.num_drafts} steps"
             return f"{by_position} accepted tokens by position, {accepted} in all"
         drafted = self.num_draft_tokens
-        if drafted is not None and accepted > drafted and _differ(accepted, drafted):
+        if drafted is not None and accepted > drafted and differ(accepted, drafted):
             return f"{accepted} accepted tokens of {drafted} drafted ones"
         return None
 
@@ -129,29 +132,40 @@ class ServerMetrics:
     counters   None if the server does not count drafts
     started_s  start of the process that answered, in seconds since 1970
     infos      labels of metrics that describe settings, by the metric's name
+    load       gauges and sums of the server's queue, under the keys of `InferenceServer.load_names`
     """
 
     counters: ServerCounters | None = None
     started_s: float | None = None
     infos: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    load: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_metrics(text: str, names: Mapping[str, str], where: str) -> ServerMetrics:
+def read_metrics(
+    text: str, names: Mapping[str, str], where: str, load_names: Mapping[str, str] = MappingProxyType({})
+) -> ServerMetrics:
     """The metrics in a text of the Prometheus format.
 
-    `names` has the engine's name for each field of `ServerCounters` that it counts.
+    `names` has the engine's name for each field of `ServerCounters` that it counts, `load_names` for its queue.
 
     Raises:
         UnsupportedError: the text is not in this format.
     """
-    relevant = _relevant(text, names)
+    relevant = _relevant(text, (*names.values(), *load_names.values()))
     samples = _samples(relevant, where)
     started = [value for name, _, value in samples if name == STARTED and math.isfinite(value)]
     return ServerMetrics(
         counters=_counters_of(samples, names, where, resolution=_resolution(relevant, names)),
         started_s=started[0] if started else None,
         infos={name: labels for name, labels, _ in samples if name.endswith(INFO)},
+        load=_load_of(samples, load_names),
     )
+
+
+def _load_of(samples: Sequence[Sample], names: Mapping[str, str]) -> Mapping[str, float]:
+    """The sums over engines and models of the metrics that have finite values."""
+    found = {key: [value for name, _, value in samples if name == names[key]] for key in names}
+    return {key: sum(values) for key, values in found.items() if values and all(map(math.isfinite, values))}
 
 
 def _counters_of(
@@ -194,9 +208,9 @@ def _resolution(text: str, names: Mapping[str, str]) -> int:
     return 1 if is_exact else 10 ** max((max(0, size + 1 - STREAM_DIGITS) for _, size in sizes), default=0)
 
 
-def _relevant(text: str, names: Mapping[str, str]) -> str:
+def _relevant(text: str, names: Sequence[str]) -> str:
     """The lines with a metric that is read, because parsing is slow; a text without one is returned whole."""
-    wanted = (*names.values(), STARTED, f"{INFO}{{")
+    wanted = (*names, STARTED, f"{INFO}{{")
     lines = [line for line in text.splitlines(keepends=True) if any(name in line for name in wanted)]
     return "".join(lines) or text
 
@@ -208,10 +222,26 @@ def _samples(text: str, where: str) -> tuple[Sample, ...]:
 
     try:
         families = list(text_string_to_metric_families(text))
-        return tuple((item.name, item.labels, float(item.value)) for family in families for item in family.samples)
+        return _of_one_rank(
+            [(item.name, item.labels, float(item.value)) for family in families for item in family.samples]
+        )
     except (ValueError, LookupError, ArithmeticError) as error:
         said = (str(error).splitlines() or ["no reason"])[0]
         raise _foreign(where, f"no text in Prometheus' format: {shorten(said, 200)}") from error
+
+
+def _of_one_rank(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The samples without equal lines, and without copies by further ranks of one model. The largest copy is kept."""
+    copies: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
+    others: dict[tuple[str, frozenset[tuple[str, str]], float], Sample] = {}
+    for sample in samples:
+        name, labels, value = sample
+        rest = frozenset(item for item in labels.items() if item[0] not in RANKS)
+        if len(rest) == len(labels):
+            others[name, rest, value] = sample
+        elif (name, rest) not in copies or not value <= copies[name, rest][2]:
+            copies[name, rest] = sample
+    return (*others.values(), *copies.values())
 
 
 def _foreign(where: str, found: str) -> UnsupportedError:
@@ -219,7 +249,8 @@ def _foreign(where: str, found: str) -> UnsupportedError:
     return UnsupportedError(f"found {found}, expected {expected}", id="not-prometheus", path=where, expected=expected)
 
 
-def _differ(count: int, other: int) -> bool:
+def differ(count: int, other: int) -> bool:
+    """Whether two counts that must be equal contradict each other."""
     return abs(count - other) > max(MIN_CONTRADICTION, CONTRADICTION * max(count, other))
 
 

@@ -22,6 +22,7 @@ from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import ServerUnreachable, TimeIsUp
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerFacts
 from dflash_cli.probing.run_figures import Origin, Rows, conversations_of, count_run, find_disagreement, pool_run
+from dflash_cli.probing.run_load import NO_LOAD, RunLoad
 from dflash_cli.probing.served_answers import CounterWatch, ask_row
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_runtime.documents import HIDDEN, INLINE, computed_key
@@ -31,6 +32,8 @@ from dflash_runtime.phrases import plural
 
 FOREIGN = {"other-clients-counted", "steps-of-other-clients", "step-counts-differ"}
 """Ids of notes that say so."""
+GLANCES = (1, 4)
+"""Places of answers after which the metrics are read."""
 MAX_FAILED_IN_A_ROW = 3
 """After this many unanswered prompts in a row the run ends."""
 
@@ -103,6 +106,7 @@ class ServerRun:
     ids: Annotated[Mapping[tuple[int, ...], str], HIDDEN] = field(default_factory=dict)
     """Prompt -> the server's id of its answer."""
     read_lengths: Annotated[tuple["ReadLength", ...], HIDDEN] = ()
+    load: Annotated[RunLoad, HIDDEN] = NO_LOAD
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", round(self.seconds, 6))
@@ -195,6 +199,7 @@ def run_server(
     Raises:
         ServerUnreachable: several prompts in a row got no answer. The journal keeps the earlier answers.
     """
+    num_readings = len(server.readings)
     started, before = time.perf_counter(), server.counters()
     settings = {"engine": facts.engine, "model": facts.model, "concurrency": concurrency}
     settings |= _facts(facts, request.asked, chat=request.chat)
@@ -204,7 +209,7 @@ def run_server(
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
         num_resumed = len(journal.answers)
         asked = _ask_all(server, request, journal.pending, concurrency, watch)
-        found, failures, num_late = _keep(asked, journal, observe)
+        found, failures, num_late = _keep(_glancing(asked, server, concurrency), journal, observe)
     journal.drop_unfinished()
     server.client.ends_at = whole_end
     # Requests that the end of the time cut off are counted, too, and each conversation may have sent several.
@@ -242,10 +247,22 @@ def run_server(
             for answer, served in found
             if served.num_prompt is not None
         ),
+        load=RunLoad.of([] if num_extra else found, server.readings[num_readings:]),
         failed=tuple(failures),
         notes=(*notes, *why, *find_disagreement(origin, total, counted, num_resumed), *_late(num_late, request)),
         seconds=time.perf_counter() - started,
     )
+
+
+def _glancing(
+    asked: Iterator[Rows | Failure | TimeIsUp], server: InferenceServer, concurrency: int
+) -> Iterator[Rows | Failure | TimeIsUp]:
+    """The same items. With several requests at a time, the metrics are read while some of them run."""
+    for place, item in enumerate(asked):
+        if concurrency > 1 and place in GLANCES:
+            with suppress(DFlashError):
+                server.metrics()
+        yield item
 
 
 def _keep(

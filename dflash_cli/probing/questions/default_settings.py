@@ -63,6 +63,8 @@ def _changed(session: QuestionSession, equality: TokenEquality, texts: Sequence[
     num_avoided = sum(_avoids(item, texts[int(item.name)]) for item in kept)
     if num_avoided == len(kept):
         seen += "; each avoids a likelier token that the text already has"
+    shown = session.facts.own_penalties
+    seen += f"; the server shows {shown} as its own settings" if shown else ""
     yield ServedFinding(
         id="default-settings-change-answers",
         severity="warning",

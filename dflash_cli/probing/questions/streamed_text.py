@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.tool_calls import ServedToolCall
+from dflash_cli.probing.tool_calls import ServedToolCall, find_protocol_faults
 from dflash_cli.probing.turn_marks import find_run_on
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import shorten
@@ -31,11 +31,9 @@ def ask(session: QuestionSession) -> Outcome:
         found = _ask_text(session, answers)
     except NotJudged as error:
         found = Outcome(seen=str(error))
-    run_on = find_run_on(answers)
-    if run_on:
-        return Outcome(seen=found.seen, findings=run_on)
-    if found.findings:
-        return found
+    run_on, protocol = find_run_on(answers), find_protocol_faults(answers[::2], answers[1::2])
+    if run_on or protocol or found.findings:
+        return Outcome(seen=found.seen, findings=run_on or [*protocol, *found.findings])
     characters = _ask_characters(session)
     return Outcome(seen=f"{found.seen}; {characters.seen}", findings=characters.findings)
 

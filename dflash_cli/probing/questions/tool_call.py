@@ -10,7 +10,7 @@ from typing import Any
 from dflash_cli.probing.inference_server import MEASURED, Variant
 from dflash_cli.probing.question import QUESTIONS, CountedCall, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.tool_calls import ServedToolCall
+from dflash_cli.probing.tool_calls import ServedToolCall, find_protocol_faults
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import shorten
@@ -52,7 +52,8 @@ def ask(session: QuestionSession) -> Outcome:
         raise NotJudged(f"the server takes no tools: {shorten(error.message, 100)}") from error
     whole, streamed = first.call, second.call
     state, streamed_state = _state(whole), _state(streamed)
-    if state == "cut":
+    protocol = find_protocol_faults([whole], [streamed])
+    if state == "cut" and not protocol:
         raise NotJudged(f"no tool call within {ANSWER_LEN} tokens")
     states, streamed_states = [state], [streamed_state]
     if "broken" in (state, streamed_state) or (state, streamed_state) == ("whole", "absent"):
@@ -65,6 +66,7 @@ def ask(session: QuestionSession) -> Outcome:
     words = {"whole": "sound", "broken": "broken", "cut": "not finished", "absent": "absent"}
     seen = f"call {words[state]}, streamed {words[streamed_state]}"
     findings = [
+        *protocol,
         *_at_times(states, streamed_states, whole if state == "broken" else streamed),
         *(_broken(whole, plain) if is_broken else ()),
         *_stream(states, streamed_states, whole, streamed),

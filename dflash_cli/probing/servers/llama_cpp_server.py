@@ -14,6 +14,7 @@ Releases that list `speculative.n_max` there let a request change it. Later ones
 two tokens: a draft must leave room for the target's own token.
 """
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from operator import itemgetter
 from typing import Any, ClassVar
 
 from dflash_cli.probing.inference_server import (
+    MAX_SHOWN_CHARS,
     MEASURED,
     SERVERS,
     Asked,
@@ -30,7 +32,10 @@ from dflash_cli.probing.inference_server import (
     Variant,
     ids_of,
 )
-from dflash_runtime.json_values import as_object, is_int
+from dflash_cli.probing.own_penalties import own_penalties
+from dflash_cli.probing.told_logprobs import ToldLogprobs
+from dflash_runtime.json_values import as_object, is_int, is_number
+from dflash_runtime.phrases import shorten
 
 COMPLETION, TOKENIZE, TEMPLATE = "/completion", "/tokenize", "/apply-template"
 NO_DRAFT = ("", "none")
@@ -54,6 +59,10 @@ class LlamaCppServer(InferenceServer):
         "per_pos_accepted": "llamacpp:spec_decode_num_accepted_tokens_per_pos",
         "num_tokens": "llamacpp:tokens_predicted",
     }
+    load_names: ClassVar[Mapping[str, str]] = {
+        "running": "llamacpp:requests_processing",
+        "waiting": "llamacpp:requests_deferred",
+    }
     drafts_every_step = False
     neutral: ClassVar[Mapping[str, Any]] = {
         "repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0,
@@ -72,8 +81,14 @@ class LlamaCppServer(InferenceServer):
     def num_requests_of(self, num_tokens: int, variant: Variant) -> int:
         return math.ceil(num_tokens / PIECE) if variant.is_plain and not self.plain_fields else 1
 
+    _active: tuple[Mapping[str, Any], ...] = ()
+    """The adapters that the server applies to each request."""
+    _scales: tuple[Mapping[str, Any], ...] = ()
+    """The scales of adapters that requests ask for; empty for the server's own."""
+
     def describe(self) -> ServerFacts:
         props, slots = self.find("/props"), self._drafting_slots()
+        defaults = as_object(as_object(props.get("default_generation_settings")).get("params"))
         return ServerFacts(
             engine=self.name,
             release=props.get("build_info"),
@@ -83,8 +98,27 @@ class LlamaCppServer(InferenceServer):
             max_concurrency=props.get("total_slots"),
             max_len=as_object(props.get("default_generation_settings")).get("n_ctx"),
             cache_block=1,
+            active_adapter=self._find_active(),
+            own_penalties=own_penalties(defaults, self.neutral),
             undrafted_slots=slots.count(False) if any(slots) else None,
         )
+
+    def _find_active(self) -> str | None:
+        """The adapters with a scale other than 0, by `/lora-adapters`, with their scales."""
+        listed = self.client.find("/lora-adapters")
+        items = [as_object(item) for item in listed] if isinstance(listed, list) else []
+        self._active = tuple(item for item in items if item.get("scale") and is_number(item["scale"]))
+        names = [
+            f"{shorten(str(item.get('path')), MAX_SHOWN_CHARS)} at scale {item['scale']:g}" for item in self._active
+        ]
+        return ", ".join(names) or None
+
+    def without_adapter(self) -> InferenceServer | None:
+        if not self._active:
+            return None
+        other = copy.copy(self)
+        other._scales = tuple({"id": item.get("id"), "scale": 0} for item in self._active)
+        return other
 
     def _drafting_slots(self) -> list[bool]:
         """Whether each slot can draft, by `/slots`; empty if the server does not show it."""
@@ -123,12 +157,10 @@ class LlamaCppServer(InferenceServer):
                 return
             more |= {"cache_prompt": True, "id_slot": document.get("id_slot", -1)}
 
-    def told_logprobs(
-        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
-    ) -> list[tuple[int, float]]:
+    def told_logprobs(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ToldLogprobs:
         if self.num_requests_of(asked.max_new_tokens, variant) > 1:
             pieces = self._pieces(prompt_ids, asked, variant, n_probs=1)
-            return [pair for item in pieces for pair in self.read(_read_told, item, COMPLETION)]
+            return ToldLogprobs.joined([self.read(_read_told, item, COMPLETION) for item in pieces])
         return self.post(COMPLETION, {**self._body(prompt_ids, asked, variant), "n_probs": 1}, _read_told)
 
     def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
@@ -142,6 +174,7 @@ class LlamaCppServer(InferenceServer):
             **self.sampling_fields(asked, variant),
             **(self.plain_fields if variant.is_plain else {}),
             **({} if variant.json_schema is None else {"json_schema": variant.json_schema}),
+            **({"lora": list(self._scales)} if self._scales else {}),
         }
 
     def _read_answer(self, document: Any) -> ServedAnswer:
@@ -184,8 +217,9 @@ def _least_steps(timings: Mapping[str, Any], num_draft_tokens: int | None) -> in
     return max(1, undrafted - 1, math.ceil(num_drafted / (num_draft_tokens or num_drafted)))
 
 
-def _read_told(document: Any) -> list[tuple[int, float]]:
-    return [(int(item["id"]), float(item["logprob"])) for item in document["completion_probabilities"]]
+def _read_told(document: Any) -> ToldLogprobs:
+    found = document.get("completion_probabilities") or ()
+    return ToldLogprobs.of(ids_of(document), [item["logprob"] for item in found], [int(item["id"]) for item in found])
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:

@@ -19,7 +19,10 @@ from dflash_cli.probing.inference_server import (
     Variant,
     ids_of,
 )
+from dflash_cli.probing.listed_adapters import adapters_of, parent_of, with_model
 from dflash_cli.probing.lossy_settings import lossy_settings
+from dflash_cli.probing.own_penalties import own_penalties
+from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_runtime.json_values import is_int
 
 GENERATE, TOKENIZE = "/generate", "/tokenize"
@@ -45,6 +48,11 @@ class SglangServer(InferenceServer):
         "num_tokens": "sglang:generation_tokens",
         "num_cached_tokens": "sglang:cached_tokens",
     }
+    load_names: ClassVar[Mapping[str, str]] = {
+        "running": "sglang:num_running_reqs",
+        "waiting": "sglang:num_queue_reqs",
+        "queue_s": "sglang:queue_time_seconds_sum",
+    }
     can_score = True
     neutral: ClassVar[Mapping[str, Any]] = {
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
@@ -53,8 +61,18 @@ class SglangServer(InferenceServer):
     how_to_report = "--speculative-algorithm DFLASH and --speculative-draft-model-path"
     how_to_report_steps = "a release that has spec_accept_histogram or spec_correct_drafts_histogram"
 
+    _parent: str | None = None
+    _adapters: tuple[str, ...] = ()
+    """The parent of the asked model if it is an adapter, and the names of adapters that requests can use."""
+
+    def without_adapter(self) -> InferenceServer | None:
+        return with_model(self, self._parent)
+
     def describe(self) -> ServerFacts:
         found = self.find("/server_info") or self.find("/get_server_info")
+        models = self.find("/v1/models").get("data")
+        self._parent = parent_of(models, self.model)
+        self._adapters = (self.model,) if self._parent else adapters_of(models, self.model)
         block = found.get("speculative_num_draft_tokens")
         return ServerFacts(
             engine=self.name,
@@ -71,14 +89,15 @@ class SglangServer(InferenceServer):
             has_prefix_cache=_opposite(found.get("disable_radix_cache")),
             cache_block=found.get("page_size"),
             lossy=lossy_settings(found),
+            adapters=() if self._parent else self._adapters,
+            active_adapter=self.model if self._parent else None,
+            own_penalties=own_penalties(found.get("preferred_sampling_params"), self.neutral),
         )
 
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
         return self.post(GENERATE, self._body(prompt_ids, asked, variant), _read_answer)
 
-    def told_logprobs(
-        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
-    ) -> list[tuple[int, float]]:
+    def told_logprobs(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ToldLogprobs:
         return self.post(GENERATE, {**self._body(prompt_ids, asked, variant), "return_logprob": True}, _read_told)
 
     def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
@@ -89,7 +108,11 @@ class SglangServer(InferenceServer):
         }
         if variant.json_schema is not None:
             sampling["json_schema"] = json.dumps(variant.json_schema)
-        return {"input_ids": list(prompt_ids), "sampling_params": sampling}
+        return {"input_ids": list(prompt_ids), "sampling_params": sampling, **self._adapter_fields()}
+
+    def _adapter_fields(self) -> Mapping[str, str]:
+        """The field that names an adapter, because requests of token ids cannot name a model."""
+        return {"lora_path": self.model} if self.model in self._adapters else {}
 
     def next_logprobs(self, text_ids: Sequence[int]) -> Mapping[int, float]:
         body = {
@@ -97,6 +120,7 @@ class SglangServer(InferenceServer):
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True,
             "top_logprobs_num": 5,
+            **self._adapter_fields(),
         }
         return self.post(GENERATE, body, _read_logprobs)
 
@@ -107,6 +131,7 @@ class SglangServer(InferenceServer):
             "return_logprob": True,
             "logprob_start_len": max(0, len(prompt_ids) - 1),
             "top_logprobs_num": 1,
+            **self._adapter_fields(),
         }
         return self.post(GENERATE, body, lambda document: _read_scores(document, len(answer_ids)))
 
@@ -135,8 +160,11 @@ def _read_answer(document: Any) -> ServedAnswer:
     )
 
 
-def _read_told(document: Any) -> list[tuple[int, float]]:
-    return [(int(item[1]), float(item[0])) for item in document["meta_info"]["output_token_logprobs"]]
+def _read_told(document: Any) -> ToldLogprobs:
+    found = document["meta_info"].get("output_token_logprobs") or ()
+    return ToldLogprobs.of(
+        ids_of(document, "output_ids"), [item[0] for item in found], [int(item[1]) for item in found]
+    )
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:

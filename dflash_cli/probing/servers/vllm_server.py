@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from dflash_cli.probing.inference_server import (
-    MAX_MODELS,
-    MAX_SHOWN_CHARS,
     MEASURED,
     SERVERS,
     Asked,
@@ -22,9 +20,10 @@ from dflash_cli.probing.inference_server import (
     ids_of,
     steps_of,
 )
+from dflash_cli.probing.listed_adapters import adapters_of, parent_of, with_model
 from dflash_cli.probing.lossy_settings import lossy_settings
+from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_runtime.json_values import as_index, as_object
-from dflash_runtime.phrases import shorten
 
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 SETTINGS = "/server_info?config_format=json"
@@ -48,6 +47,11 @@ class VllmServer(InferenceServer):
         "num_tokens": "vllm:generation_tokens",
         "num_cached_tokens": "vllm:prefix_cache_hits",
     }
+    load_names: ClassVar[Mapping[str, str]] = {
+        "running": "vllm:num_requests_running",
+        "waiting": "vllm:num_requests_waiting",
+        "queue_s": "vllm:request_queue_time_seconds_sum",
+    }
     can_score = True
     neutral: ClassVar[Mapping[str, Any]] = {
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
@@ -55,11 +59,18 @@ class VllmServer(InferenceServer):
     how_to_report = "--speculative-config, and without --disable-log-stats"
     how_to_report_steps = "--per-request-spec-decode-metrics detailed (vLLM 0.29 or newer)"
 
+    _parent: str | None = None
+    """The parent of the asked model if it is an adapter."""
+
+    def without_adapter(self) -> InferenceServer | None:
+        return with_model(self, self._parent)
+
     def describe(self) -> ServerFacts:
         metrics = self.metrics()
         counters, cache = metrics.counters, metrics.infos.get(CACHE_CONFIG, {})
         models = self.find("/v1/models").get("data")
         model = _first_of(models, self.model)
+        self._parent = parent_of(models, self.model)
         return ServerFacts(
             engine=self.name,
             release=self.find("/version").get("version"),
@@ -67,7 +78,8 @@ class VllmServer(InferenceServer):
             is_drafting=counters is not None,
             num_draft_tokens=len(counters.per_pos_accepted) or None if counters is not None else None,
             target=model.get("root"),
-            adapters=_adapters_of(models, self.model),
+            adapters=adapters_of(models, self.model),
+            active_adapter=self.model if self._parent else None,
             max_len=model.get("max_model_len"),
             kv_dtype=cache.get("cache_dtype"),
             has_prefix_cache={"true": True, "false": False}.get(cache.get("enable_prefix_caching", "").lower()),
@@ -78,10 +90,9 @@ class VllmServer(InferenceServer):
     def answer(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ServedAnswer:
         return self.post(COMPLETIONS, self._body(prompt_ids, asked, variant), _read_answer)
 
-    def told_logprobs(
-        self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED
-    ) -> list[tuple[int, float]]:
-        return self.post(COMPLETIONS, {**self._body(prompt_ids, asked, variant), "logprobs": 1}, _read_told)
+    def told_logprobs(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant = MEASURED) -> ToldLogprobs:
+        more = {"logprobs": 1, "return_tokens_as_token_ids": True}
+        return self.post(COMPLETIONS, {**self._body(prompt_ids, asked, variant), **more}, _read_told)
 
     def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
         body = {
@@ -140,9 +151,12 @@ def _read_answer(document: Any) -> ServedAnswer:
     )
 
 
-def _read_told(document: Any) -> list[tuple[int, float]]:
+def _read_told(document: Any) -> ToldLogprobs:
     choice = document["choices"][0]
-    return list(zip(ids_of(choice, "token_ids"), map(float, choice["logprobs"]["token_logprobs"]), strict=True))
+    found = as_object(choice.get("logprobs"))
+    names = [str(name).removeprefix(ID_PREFIX) for name in found.get("tokens") or ()]
+    ids = [int(name) for name in names] if names and all(map(str.isdecimal, names)) else None
+    return ToldLogprobs.of(ids_of(choice, "token_ids"), found.get("token_logprobs") or (), ids)
 
 
 def _read_logprobs(document: Any) -> dict[int, float]:
@@ -153,13 +167,6 @@ def _read_logprobs(document: Any) -> dict[int, float]:
 def _read_scores(document: Any, count: int) -> list[dict[int, float]]:
     found = document["choices"][0]["prompt_logprobs"][-count:]
     return [{int(token): float(item["logprob"]) for token, item in place.items()} for place in found]
-
-
-def _adapters_of(models: Any, model: str) -> tuple[str, ...]:
-    """The names in a list of models that have `model` as their parent."""
-    items = [as_object(item) for item in models[:MAX_MODELS]] if isinstance(models, list) else []
-    names = [item.get("id") for item in items if item.get("parent") == model]
-    return tuple(shorten(name, MAX_SHOWN_CHARS) for name in names if isinstance(name, str))
 
 
 def _first_of(models: Any, name: str) -> Mapping[str, Any]:

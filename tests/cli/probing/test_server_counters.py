@@ -164,3 +164,20 @@ def test_positions_that_lack_a_part_of_the_server_are_not_taken_for_the_targets_
     risen = ServerCounters(num_drafts=100, num_accepted_tokens=200, per_pos_accepted=(60, 40), num_tokens=300)
     assert risen.contradiction is not None
     assert (risen.counts_bonus, risen.num_accepted_drafts, risen.histogram) == (False, 200, None)
+
+
+def test_a_counter_that_each_rank_of_a_model_shows_is_read_once() -> None:
+    """SGLang can show the metrics of each rank. Ranks of data parallelism count their own requests."""
+    name = "sglang:spec_verify_calls_total"
+    ranks = "".join(f'{name}{{tp_rank="{rank}",dp_rank="{part}"}} {10 + part}\n' for rank in (0, 1) for part in (0, 1))
+    assert counted("sglang", ranks).num_drafts == 21
+    assert counted("sglang", f'{name}{{engine_type="unified"}} 10\n' * 4).num_drafts == 10
+
+
+def test_gauges_and_queue_times_are_read_beside_counters() -> None:
+    queue = "vllm:request_queue_time_seconds"
+    text = 'vllm:num_requests_waiting{engine="0"} 3\nvllm:num_requests_waiting_by_reason{reason="x"} 9\n'
+    text += f'# TYPE {queue} histogram\n{queue}_bucket{{le="+Inf"}} 7\n{queue}_count 7\n{queue}_sum 1.5\n'
+    text += "vllm:num_requests_running NaN\n"
+    found = read_metrics(text, names("vllm"), "here", SERVERS["vllm"].load_names)
+    assert found.load == {"waiting": 3.0, "queue_s": 1.5}

@@ -86,8 +86,8 @@ def test_llama_cpp_tells_the_targets_log_probabilities_in_the_same_way() -> None
     ids = server.answer((7, 8), FIVE).token_ids[:4]
     drafted, plain = (server.told_logprobs((7, 8), Asked(max_new_tokens=4), item) for item in (MEASURED, PLAIN))
     own = [value for item in client.script.scores((7, 8, *ids)) for value in item.values()]
-    assert plain == list(zip(ids, own, strict=True))
-    assert drafted == list(zip(ids, [own[0], 0.0, 0.0, 0.0], strict=True))
+    assert plain.entries == tuple(zip(ids, own, strict=True))
+    assert drafted.entries == tuple(zip(ids, [own[0], 0.0, 0.0, 0.0], strict=True))
     assert own[1:] != [0.0, 0.0, 0.0]
 
 

@@ -150,7 +150,8 @@ class Adapted(Script):
         return {"data": [base, *(base | {"id": name, "parent": base["id"]} for name in names)]}
 
     def steps(self, ids: Ids, num_tokens: int, rate: float) -> Ids:
-        is_adapter = self.body.get("model") in ("sql", "support", "news")
+        name = self.body.get("lora_path") if self.style == "sglang" else self.body.get("model")
+        is_adapter = name in ("sql", "support", "news")
         return super().steps(ids, num_tokens, self.adapter_rate if is_adapter else rate)
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -109,6 +109,14 @@ class Script(FakeEngine):
     def told_logprob(self, place: int, value: float) -> float:
         """The log-probability that the server tells of a token of a drafted answer; its position is `place`."""
         return value
+
+    def kept_logprobs(self, places: Sequence[int], accepted: Ids) -> Sequence[int]:
+        """The positions of an answer with log-probabilities. `accepted` has the answer's steps."""
+        return places
+
+    def as_events(self, events: list[Any]) -> list[Any]:
+        """The events of a chat as the server streams them."""
+        return events
 
     def early_answer(self, path: str, body: Mapping[str, Any]) -> Any | None:
         """An answer that comes before the engine's own, or None. It may raise the errors of a client."""
@@ -315,13 +323,14 @@ class ScriptedClient:
         pieces += [{"content": part} for part in parts]
         if calls:
             name, arguments = (calls[0]["function"][key] for key in ("name", "arguments"))
-            pieces.append({"tool_calls": [{"index": 0, "id": "c1", "function": {"name": name}}]})
+            pieces.append({"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": {"name": name}}]})
             places = range(0, len(arguments), 7)
             parts = [arguments[place : place + 7] for place in places]
             kept = parts[::2] if self._scripts[0].tools == "stream loses text" else parts
             pieces += [{"tool_calls": [{"index": 0, "function": {"arguments": part}}]} for part in kept]
         events = [{"choices": [{"index": 0, "delta": piece, "finish_reason": None}]} for piece in pieces]
         events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+        events = script.as_events(events)
         return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
 
     def _call(self, script: Script) -> tuple[dict[str, Any], str, int]:
@@ -340,7 +349,7 @@ def _complete(script: Script, body: Mapping[str, Any]) -> Any:
     num_tokens = body.get("max_tokens") or body.get("n_predict") or sampling.get("max_new_tokens")
     is_plain = is_undrafted(script, body, num_tokens)
     if any(body.get(name) for name in ("logprobs", "n_probs", "return_logprob", "prompt_logprobs")):
-        return _logprobs(script, ids, body) if num_tokens == 1 else _told(script, ids, num_tokens, is_plain=is_plain)
+        return _logprobs(script, ids, body) if num_tokens == 1 else _told(script, body, ids, num_tokens)
     if any(holder.get(name) for holder in (body, sampling) for name in ("response_format", "json_schema")):
         if script.json == "refused":
             raise RequestError("answered 400: no structured output", id="server-refused", found=400)
@@ -357,17 +366,20 @@ def is_undrafted(script: Script, body: Mapping[str, Any], num_tokens: int) -> bo
     return num_tokens <= 2
 
 
-def _told(script: Script, ids: Ids, num_tokens: int, *, is_plain: bool) -> Any:
+def _told(script: Script, body: Mapping[str, Any], ids: Ids, num_tokens: int) -> Any:
     """An answer of several tokens with their log-probabilities."""
+    is_plain = is_undrafted(script, body, num_tokens)
     if not script.has_scores:
         raise RequestError("answered 400: no log-probabilities", id="server-refused", found=400)
     text = script.complete(ids, num_tokens, is_plain=is_plain, uses_cache=False)
     scores = script.scores(ids + text.token_ids)[-len(text.token_ids) :]
     own = [item[token] for item, token in zip(scores, text.token_ids, strict=True)]
     told = own if is_plain else [script.told_logprob(place, value) for place, value in enumerate(own)]
-    answer, pairs = ANSWERS[script.style](script, text), list(zip(text.token_ids, told, strict=True))
+    kept = script.kept_logprobs(range(len(told)), text.accepted)
+    answer, pairs = ANSWERS[script.style](script, text), [(text.token_ids[place], told[place]) for place in kept]
     if script.style == "vllm":
-        answer["choices"][0]["logprobs"] = {"token_logprobs": told}
+        names = [f"token_id:{token}" if body.get("return_tokens_as_token_ids") else "x" for token, _ in pairs]
+        answer["choices"][0]["logprobs"] = {"tokens": names, "token_logprobs": [value for _, value in pairs]}
     elif script.style == "sglang":
         answer["meta_info"]["output_token_logprobs"] = [[value, token, None] for token, value in pairs]
     else:
