@@ -36,7 +36,8 @@ PROPOSED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_toke
 class SglangServer(InferenceServer):
     """Drafts if it names an algorithm of speculation. Its number of draft tokens includes the anchor: K + 1.
 
-    `context_length` is an option, null by default. `max_req_input_len` is what the server holds, less a few tokens.
+    `context_length` is an option, null by default. `max_req_input_len` is what the server holds, less a few tokens. It
+    is no limit of a server that cuts longer prompts without an error. Such prompts are asked too.
     """
 
     name = "sglang"
@@ -84,7 +85,7 @@ class SglangServer(InferenceServer):
             draft=found.get("speculative_draft_model_path"),
             method=found.get("speculative_algorithm"),
             max_concurrency=found.get("max_running_requests"),
-            max_len=found.get("max_req_input_len", found.get("context_length")),
+            max_len=_longest(found),
             kv_dtype=found.get("kv_cache_dtype"),
             has_prefix_cache=_opposite(found.get("disable_radix_cache")),
             cache_block=found.get("page_size"),
@@ -169,6 +170,11 @@ def _read_told(document: Any) -> ToldLogprobs:
 
 def _read_logprobs(document: Any) -> dict[int, float]:
     return {int(item[1]): float(item[0]) for item in document["meta_info"]["output_top_logprobs"][0]}
+
+
+def _longest(found: Mapping[str, Any]) -> int | None:
+    length = found.get("context_length")
+    return length if found.get("allow_auto_truncate") else found.get("max_req_input_len", length)
 
 
 def _opposite(value: object) -> bool | None:

@@ -130,6 +130,8 @@ def test_an_aborted_answer_is_not_read_as_a_short_one(engine: Any, document: Any
 def test_sglang_tells_the_longest_request_that_it_holds() -> None:
     server, _ = opened(Script(**S))
     assert server.describe().max_len == 8186
+    cutting, _ = opened(Telling(**S, told={"/server_info": {"allow_auto_truncate": True}}))
+    assert cutting.describe().max_len is None
 
 
 def test_counters_of_sglang_are_absent_until_they_rise_and_are_added_up_over_labels() -> None:
