@@ -17,6 +17,7 @@ from dflash_runtime.checkpoint.target_quantization import Quantization, read_qua
 from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_runtime.checkpoint.weight_digests import WeightDigest
 from dflash_runtime.device.attention import check_capability
+from dflash_runtime.device.cache_graphs import CacheGraphs
 from dflash_runtime.device.memory import Fit, WeightBytes
 from dflash_runtime.device.settings import (
     apply_exclusions,
@@ -82,6 +83,12 @@ class LoadedPair:
         models = [self.target] if self.draft is None else [self.target, self.draft]
         is_safe = all(getattr(model, "follows_from_shapes", False) for model in models)
         return is_safe and can_capture(self.config, self.placement.device, self.placement.kernels)
+
+    def cache_graphs(self, target: OwnCacheTarget) -> CacheGraphs | None:
+        """The captured forwards of a target with its own cache, captured when needed. None if it has none."""
+        device, kernels = self.placement.device, self.placement.kernels
+        is_captured = target.uncaptured is None and can_capture(self.config, device, kernels)
+        return CacheGraphs(target, device) if is_captured else None
 
     @property
     def is_looking_up(self) -> bool:

@@ -67,7 +67,9 @@ class Runner:
         self.placement, self.kernels = pair.placement, pair.placement.kernels
         self.device, self.ranks = pair.placement.device, pair.placement.ranks
         self.page_size = page_size = pair.config.page_size
-        self.texts = Texts(self.target) if isinstance(self.target, OwnCacheTarget) else None
+        self.texts = None
+        if isinstance(self.target, OwnCacheTarget):
+            self.texts = Texts(self.target, pair.cache_graphs(self.target))
         num_target_pages = num_pages if self.texts is None else 0
         self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement, pair.kv_scales)
         self.draft_kv = KVCache(self.draft.config, num_pages, page_size, pair.placement) if self.draft else None
@@ -109,6 +111,8 @@ class Runner:
     def drop_graphs(self) -> None:
         """Free the captured steps. Later steps run uncaptured."""
         self.graphs = self.pieces = None
+        if self.texts is not None:
+            self.texts.drop_graphs()
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingForward | None:

@@ -14,6 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from dflash_runtime.device.cache_graphs import CacheGraphs
 from dflash_runtime.device.state import row_of
 from dflash_runtime.errors import HandoffMismatch
 from dflash_runtime.models.cache_state import TextState, put_state, take_state
@@ -43,9 +44,15 @@ class RowText:
 class Texts:
     """The texts of a target that keeps its own caches, one per row of the state."""
 
-    def __init__(self, target: OwnCacheTarget) -> None:
-        self._target = target
+    def __init__(self, target: OwnCacheTarget, graphs: CacheGraphs | None = None) -> None:
+        self.graphs = graphs
+        self._target = target if graphs is None else target.with_graphs(graphs)
         self._rows: dict[int, RowText] = {}
+
+    def drop_graphs(self) -> None:
+        """Free the captured forwards. Later forwards run uncaptured."""
+        self.graphs = None
+        self._target = self._target.with_graphs(None)
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -21,6 +21,8 @@ from torch import Tensor
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.models.cache_rows import find_layout
+from dflash_runtime.models.cache_state import leaves, name_of
+from dflash_runtime.models.host_reads import find_host_read
 from dflash_runtime.models.hosted import check_features, check_head, trying_out
 from dflash_runtime.models.hosted_experts import use_our_experts
 from dflash_runtime.models.hosted_loading import first_line, load_model
@@ -29,6 +31,7 @@ from dflash_runtime.models.own_cache import LEAST_PADDING, PADDED_SHARE, Batchin
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.small_chunks import find_chunks
 from dflash_runtime.models.swapped_modules import Setting
+from dflash_runtime.notices import Notice
 from dflash_runtime.target_config import OwnCache, TargetConfig
 
 if TYPE_CHECKING:
@@ -77,7 +80,36 @@ def own_cache_target(model: "PreTrainedModel", config: TargetConfig, placement: 
     if placement.spread is None:
         with trying_out(config), torch.no_grad():  # new weights must not be tensors of inference mode
             _use_kernels(target, model, placement)
+    with trying_out(config):
+        target.uncaptured = _why_not_captured(target, placement)
     return target
+
+
+def _why_not_captured(target: OwnCacheTarget, placement: Placement) -> Notice | None:
+    """Return the reason why forwards after a cache cannot be captured as CUDA graphs, or None.
+
+    A graph has one size of the cache. So keys and values are padded on the left, and states have a fixed size.
+    """
+    if placement.spread is not None:
+        return Notice("its layers are on several devices", id="target-is-spread", field="--device-map")
+    layout, batching = target.layout, target.batching
+    if layout.problem is not None or (layout.grown and not batching.any_length):
+        return Notice(f"texts cannot be padded ({layout.problem or batching.problem})", id="target-not-padded")
+    texts = torch.arange(2 * TRIAL_BLOCK, device=target.entry).view(2, -1) % target.config.vocab_size
+    texts = texts if batching.same_length else texts[:1]
+    with torch.inference_mode(mode=False), torch.no_grad():
+        text = TextCache()
+        target.fill(text, texts, ())
+        room, lens = text.lens[0], torch.tensor(text.lens).to(target.entry)
+        fixed = [path for path, value in leaves(text.cache) if isinstance(value, Tensor) and not value.dim()]
+        for path in (*layout.counts, *fixed):
+            return Notice(f"its cache counts tokens in {name_of(path)}", id="target-cache-counts", field=name_of(path))
+        tokens = texts if target.reads_at_once else texts[:, :1]
+        found = find_host_read(lambda: target.forward_in_room(tokens, lens, (0,), text.cache, room))
+    if found is None:
+        return None
+    why = f"its code reads values on the host: {found.operation} in {found.place}"
+    return Notice(why, id="target-reads-on-host", field=found.operation)
 
 
 def _use_kernels(target: OwnCacheTarget, model: "PreTrainedModel", placement: Placement) -> None:
@@ -193,6 +225,11 @@ class _Trial:
             if any(_problem(target, *text, allowed) for text in texts):
                 target.chunks = ()
         target.batching = _find_batching(target, self.token_ids, allowed)
+        target.masks_padding = target.makes_masks
+        if target.batching.any_length and target.layout.grown and not target.makes_masks and not _has_windows(target):
+            target.makes_masks = True
+            target.masks_padding = _find_batching(target, self.token_ids, allowed).any_length
+            target.makes_masks = False
 
 
 def _ways(target: OwnCacheTarget, cache: Any) -> Iterator[tuple[bool, bool]]:
@@ -206,8 +243,13 @@ def _ways(target: OwnCacheTarget, cache: Any) -> Iterator[tuple[bool, bool]]:
     if type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers):
         yield True, False
     yield False, False
-    if not any(value for key, value in target.code_config.items() if "window" in key or key == CHUNK):
+    if not _has_windows(target):
         yield False, True
+
+
+def _has_windows(target: OwnCacheTarget) -> bool:
+    """Whether a layer may attend to a part of the text only."""
+    return any(value for key, value in target.code_config.items() if "window" in key or key == CHUNK)
 
 
 def _find_batching(target: OwnCacheTarget, token_ids: Tensor, allowed: float) -> Batching:
