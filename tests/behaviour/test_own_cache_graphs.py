@@ -59,7 +59,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[CacheGraphs]:
 
     def make(pair: LoadedPair, target: Any) -> CacheGraphs | None:
         if target.uncaptured is None:
-            found.append(CacheGraphs(target, pair.placement.device, rerunning))
+            found.append(CacheGraphs(target, pair.placement.device, pair.limits.max_num_requests, rerunning))
         return found[-1] if target.uncaptured is None else None
 
     monkeypatch.setattr(LoadedPair, "cache_graphs", make)

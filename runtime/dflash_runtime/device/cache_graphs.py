@@ -118,9 +118,11 @@ class CacheGraphs:
         self,
         target: OwnCacheTarget,
         device: torch.device,
+        max_texts: int,
         make_recorder: Callable[[torch.device], Record] = GraphRecorder,
     ) -> None:
         self._target, self._grown, self._device = target, target.layout.grown, device
+        self._max_texts = max_texts
         self._make_recorder = make_recorder
         self._record: Record | None = None
         self._tensors: dict[Path, Tensor] = {}
@@ -184,7 +186,8 @@ class CacheGraphs:
         if padded > LEAST_ROWS or (padded > GRAIN and padded % GRAIN):
             return None
         size = max(ROOM_GRAIN, (1 << longest.bit_length()) // 8)
-        return Shape(1 << (num_texts - 1).bit_length(), padded, -(-longest // size) * size if has_room else 0)
+        room = -(-longest // size) * size if has_room else 0
+        return Shape(min(1 << (num_texts - 1).bit_length(), self._max_texts), padded, room)
 
     def _captured(
         self, shape: Shape, token_ids: Tensor, lens: Sequence[int], taps: Sequence[int], cache: Any
