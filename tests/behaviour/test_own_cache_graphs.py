@@ -3,53 +3,33 @@
 On the CPU a recorded forward runs again on its buffers. So everything but the capture is tested there.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device import cache_graphs
-from dflash_runtime.device.cache_graphs import CacheGraphs, Outputs, Record
+from dflash_runtime.device.cache_graphs import CacheGraphs
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
+from dflash_testing.graphs import rerunning
 from dflash_testing.handoffs import traces
 from dflash_testing.hosted_models import BODY, OWN_CACHE, KnowingDraft, Known, host_own_cache, make_model, plain_text
 from dflash_testing.pairs import random_draft, random_llm, random_prompts
 
-DEFAULT = ("mamba2", "mamba", "bamba", "diffllama")
-"""States read at once, states read token by token, states beside keys and values, and a cache that is cropped."""
+DEFAULT = ("mamba", "bamba")
+"""States that are read token by token, and states beside keys and values that are read at once."""
 
 KINDS = [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.slow) for kind in OWN_CACHE]
 NUM_DRAFTS = 7
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
 SIZES = support.Shape(hidden=BODY["hidden_size"], vocab=BODY["vocab_size"], draft_vocab=97, mask=96)
 LENGTHS, RIGHT = (5, 17, 33), (3, 1, 7)
-
-
-def rerunning(device: torch.device) -> Record:
-    """Records a forward as a call that overwrites the results of the first one."""
-
-    def record(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        first = run()
-
-        def replay() -> None:
-            again = run()
-            pairs = [(first.hidden, again.hidden), *((first.tails[path], again.tails[path]) for path in first.tails)]
-            if first.features is not None and again.features is not None:
-                pairs.append((first.features, again.features))
-            for ours, theirs in pairs:
-                ours.copy_(theirs)
-
-        return replay, first
-
-    return record
 
 
 @pytest.fixture

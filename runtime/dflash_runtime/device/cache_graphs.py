@@ -237,7 +237,7 @@ class CacheGraphs:
         _fill(buffers, self._grown, token_ids, lens, parts)
         replay()
         found = _results(buffers, self._grown, outputs, count)
-        if not all(agree(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)):
+        if not all(_agree(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)):
             raise _Differs
         logger.info("captured a forward of %d texts, %d tokens, and %d tokens in the cache", *shape)
         return _Graph(buffers, replay, outputs)
@@ -334,6 +334,13 @@ def _results(buffers: _Buffers, grown: Mapping[Path, int], outputs: Outputs, num
     states = [item[:1] for path, item in buffers.cache.items() if path not in grown]
     rows = [outputs.hidden, *outputs.tails.values(), *(() if outputs.features is None else (outputs.features,))]
     return [*(item[:num_texts] for item in rows), *states]
+
+
+def _agree(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether results are equal up to rounding. Numbers that are not finite may be equal, too."""
+    if not theirs.is_floating_point():
+        return torch.equal(ours, theirs)
+    return agree(ours.nan_to_num(), theirs.nan_to_num())
 
 
 def _new_cache(graph: _Graph, grown: Mapping[Path, int], parts: Mapping[Path, Any], num_texts: int) -> Any:
