@@ -107,8 +107,9 @@ def _why_not_captured(target: OwnCacheTarget, placement: Placement) -> Notice | 
         target.fill(text, texts, ())
         room, lens = text.lens[0], torch.tensor(text.lens).to(target.entry)
         fixed = [path for path, value in leaves(text.cache) if isinstance(value, Tensor) and not value.dim()]
-        for path in (*layout.counts, *fixed):
-            return Notice(f"its cache counts tokens in {name_of(path)}", id="target-cache-counts", field=name_of(path))
+        counts = sorted(map(name_of, (*layout.counts, *fixed)))
+        if counts:
+            return Notice(f"its cache counts tokens in {counts[0]}", id="target-cache-counts", field=counts[0])
         tokens = texts if target.reads_at_once else texts[:, :1]
         found = find_host_read(lambda: target.forward_in_room(tokens, lens, (0,), text.cache, room))
     if found is None:
