@@ -1,11 +1,11 @@
 """Forwards after a target's own cache as CUDA graphs: one launch instead of thousands.
 
-A graph has fixed shapes and addresses. So it reads tokens and cache from buffers:
+A graph has fixed shapes and addresses. So it reads tokens and cache from buffers.
 
-* Texts, tokens and the tokens of the cache are padded to a few sizes: tokens on the right, the cache on the left.
-* The graph leaves new states in the buffers of the old ones, so forwards of one token after another copy no states in.
-* Keys and values are no states. A graph gives those of its tokens, and a new cache appends them to the old ones.
-* Plain values of a cache, such as flags, are fixed in a graph. A new cache has the values of the captured forward.
+* Texts, tokens and the cache's tokens are padded to a few sizes. Tokens are padded on the right, a cache on the left.
+* The graph writes new states over the old ones. So forwards of one token after another copy no states in.
+* The graph gives the keys and values of its tokens. A new cache appends them to the old keys and values.
+* A graph fixes plain values of a cache, such as flags. A new cache has the values of the captured forward.
 
 A shape is captured when it is needed for the second time. The first replay must equal an uncaptured forward on the same
 buffers, with other tokens than the captured forward had.
@@ -90,7 +90,7 @@ class GraphRecorder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Buffers:
-    """What a graph reads: tokens [B, T], lengths of texts [B], and the tensors of a cache."""
+    """The tensors that a graph reads: tokens [B, T], lengths of texts [B], and a cache."""
 
     shape: Shape
     token_ids: Tensor
@@ -330,7 +330,7 @@ def _outputs(
 
 
 def _results(buffers: _Buffers, grown: Mapping[Path, int], outputs: Outputs, num_texts: int) -> list[Tensor]:
-    """The numbers of a forward that its replay must give too. Of the states those of the first text are compared."""
+    """The numbers of a forward that its replay must give too. States of the first text stand for all states."""
     states = [item[:1] for path, item in buffers.cache.items() if path not in grown]
     rows = [outputs.hidden, *outputs.tails.values(), *(() if outputs.features is None else (outputs.features,))]
     return [*(item[:num_texts] for item in rows), *states]

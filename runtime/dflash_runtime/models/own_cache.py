@@ -88,7 +88,7 @@ class Replays(Protocol):
         cache: Any,
         *,
         makes_cache: bool,
-        goes_on: bool = False,
+        goes_on: bool,
     ) -> tuple[Tensor, Tensor | None, Any] | None:
         """See `CacheGraphs.run`."""
 
@@ -286,16 +286,9 @@ class OwnCacheTarget(TransformersTarget):
         return self._forward_after(token_ids, room, missing, taps, cache, makes_masks=self.masks_padding)
 
     def _forward_after(
-        self,
-        token_ids: Tensor,
-        longest: int,
-        missing: Tensor | None,
-        taps: Sequence[int],
-        cache: Any,
-        *,
-        makes_masks: bool,
-        use_cache: bool = True,
-    ) -> tuple[Tensor, Tensor | None, Any]:
+        self, token_ids: Tensor, longest: int, missing: Tensor | None, taps: Sequence[int], cache: Any, *,
+        makes_masks: bool, use_cache: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Any]:  # fmt: skip
         """Run one forward on tokens [B, T] after `longest` tokens of a cache; `missing` [B, 1] of them are padding."""
         given: dict[str, Any] = {self._cache_name: cache} if cache is not None else {}
         shape = token_ids.shape

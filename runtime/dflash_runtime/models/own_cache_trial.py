@@ -107,7 +107,7 @@ def _why_not_captured(target: OwnCacheTarget, placement: Placement) -> Notice | 
         target.fill(text, texts, ())
         room, lens = text.lens[0], torch.tensor(text.lens).to(target.entry)
         fixed = [path for path, value in leaves(text.cache) if isinstance(value, Tensor) and not value.dim()]
-        counts = sorted(map(name_of, (*layout.counts, *fixed)))
+        counts = [*sorted(map(name_of, layout.counts)), *map(name_of, fixed)]
         if counts:
             return Notice(f"its cache counts tokens in {counts[0]}", id="target-cache-counts", field=counts[0])
         tokens = texts if target.reads_at_once else texts[:, :1]
