@@ -44,6 +44,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[CacheGraphs]:
 
     monkeypatch.setattr(LoadedPair, "cache_graphs", make)
     monkeypatch.setattr(cache_graphs, "LEAST_USES", 1)
+    monkeypatch.setattr(cache_graphs, "LEAST_USES_BESIDE", 3)
     return found
 
 

@@ -44,6 +44,10 @@ LEAST_USES = 2
 """A shape is captured when it is needed for this time, because a capture takes as long as about four forwards."""
 
 
+LEAST_USES_BESIDE = 16
+"""Uses before a shape is captured while a graph with more texts or tokens stands in for it."""
+
+
 class Shape(NamedTuple):
     """Sizes of a captured forward: texts, tokens, and tokens of the cache. The last is 0 if a cache has only states."""
 
@@ -111,6 +115,10 @@ class _Differs(Exception):
     """A replay gives another result than the forward."""
 
 
+_Key = tuple[Shape, tuple[int, ...], tuple[tuple[Path, object], ...]]
+"""Shape, taps and plain values of the cache."""
+
+
 class CacheGraphs:
     """The captured forwards of a target's engine. `problem` says why no more forwards are captured."""
 
@@ -126,8 +134,8 @@ class CacheGraphs:
         self._make_recorder = make_recorder
         self._record: Record | None = None
         self._tensors: dict[Path, Tensor] = {}
-        self._graphs: dict[object, _Graph] = {}
-        self._uses: Counter[object] = Counter()
+        self._graphs: dict[_Key, _Graph] = {}
+        self._uses: Counter[_Key] = Counter()
         self._memory = GraphMemory(device)
         self.problem: Notice | None = None
 
@@ -157,15 +165,14 @@ class CacheGraphs:
             return None
         parts = dict(leaves(cache))
         key = (shape, tuple(taps), tuple(item for item in parts.items() if not isinstance(item[1], Tensor)))
-        graph = self._graphs.pop(key, None)
-        if graph is None:
-            self._uses[key] += 1
-            if self._uses[key] < LEAST_USES or self.problem is not None:
-                return None
-            graph, goes_on = self._captured(shape, token_ids, lens, taps, cache), False
-            if graph is None:
-                return None
-        self._graphs[key] = graph
+        used = key if key in self._graphs else self._stand_in(key, is_exact=makes_cache)
+        if used != key and self._is_due(key, has_stand_in=used is not None):
+            graph, used, goes_on = self._captured(shape, token_ids, lens, taps, cache), key, False
+        else:
+            graph = None if used is None else self._graphs.pop(used)
+        if graph is None or used is None:
+            return None
+        self._graphs[used] = graph  # the last graph is the most recently used one
         _fill(graph.buffers, self._grown, token_ids, lens, None if goes_on and not shape.room else parts)
         graph.replay()
         hidden, features, _, _ = graph.outputs
@@ -174,6 +181,19 @@ class CacheGraphs:
             None if features is None else features[:num_texts, :num_tokens],
             _new_cache(graph, self._grown, parts, num_texts) if makes_cache else None,
         )
+
+    def _is_due(self, key: _Key, *, has_stand_in: bool) -> bool:
+        """Count a use of a shape without a graph -> whether to capture it now."""
+        self._uses[key] += 1
+        return self.problem is None and self._uses[key] >= (LEAST_USES_BESIDE if has_stand_in else LEAST_USES)
+
+    def _stand_in(self, key: _Key, *, is_exact: bool) -> _Key | None:
+        """The key of the smallest graph with more texts, or more tokens unless `is_exact`, than a shape has."""
+        shape = key[0]
+        tokens = [shape.num_tokens] if is_exact else range(shape.num_tokens, LEAST_ROWS + 1, GRAIN)
+        texts = [shape.num_texts << count for count in range(self._max_texts.bit_length())]
+        shapes = (Shape(min(size, self._max_texts), count, shape.room) for count in tokens for size in texts)
+        return next((other for item in shapes if (other := (item, *key[1:])) in self._graphs), None)
 
     def _shape_of(self, num_texts: int, num_tokens: int, longest: int, *, is_exact: bool) -> Shape | None:
         """The sizes of a forward's graph. With `is_exact` tokens are not padded, because a new state would read them.

@@ -67,6 +67,7 @@ def run(graphs: CacheGraphs, cache: SmallCache, *tokens: Sequence[int], **given:
 @pytest.fixture(autouse=True)
 def at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_graphs, "LEAST_USES", 1)
+    monkeypatch.setattr(cache_graphs, "LEAST_USES_BESIDE", 1)
 
 
 def test_texts_tokens_and_room_are_padded() -> None:
@@ -153,6 +154,28 @@ def test_a_shape_is_captured_when_it_is_used_again(monkeypatch: pytest.MonkeyPat
     graphs, cache = graphs_of(SmallTarget()), SmallCache.of([1])
     assert run(graphs, cache, [1]) is None
     assert run(graphs, cache, [1]) == [3]
+
+
+def test_a_larger_graph_stands_in_until_a_shape_is_used_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_graphs, "LEAST_USES_BESIDE", 3)
+    graphs, cache = graphs_of(SmallTarget()), SmallCache.of([1], [1], [1])
+    run(graphs, cache, *[[1] * 30] * 3)
+    for _ in range(2):
+        assert run(graphs, SmallCache.of([2]), [7]) == [2 + 2 + 7]
+        assert graphs.shapes == [Shape(4, 32, 256)]
+    assert run(graphs, SmallCache.of([2]), [7]) == [2 + 2 + 7]
+    assert graphs.shapes == [Shape(4, 32, 256), Shape(1, 16, 256)]
+
+
+def test_a_graph_with_more_tokens_makes_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_graphs, "LEAST_USES_BESIDE", 3)
+    graphs, cache = graphs_of(SmallTarget()), SmallCache.of([1], [1], [1])
+    run(graphs, cache, *[[1] * 16] * 3)
+    for num_tokens in (2, 2, 16):
+        found = graphs.run(torch.ones(2, num_tokens), [1, 1], (), SmallCache.of([1], [1]), makes_cache=True)
+        assert found is not None
+        assert found[2].keys.shape == (2, 1 + num_tokens)
+    assert graphs.shapes == [Shape(2, 2, 256), Shape(4, 16, 256)]
 
 
 def stale(device: torch.device) -> Any:
