@@ -33,6 +33,7 @@ from dflash_runtime.device.acceptance_model import OnlineAcceptance
 from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.drafter import Drafter
+from dflash_runtime.device.early_end import EarlyEnd
 from dflash_runtime.device.grammars import Grammars
 from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.kv import KVCache
@@ -197,7 +198,9 @@ class Runner:
             hidden, features = self.target(blocks.token_ids, blocks.run(blocks.positions), attend, self._taps)
         else:
             ids, lens = blocks.token_ids.view(len(rows), -1), blocks.step.context_lens
-            hidden, features = self.texts.verify(rows.tolist(), lens.tolist(), ids, self._taps)
+            end = EarlyEnd.of(blocks, self.verifier.choose_column) if self.texts.ends_early else None
+            hidden, features = self.texts.verify(rows.tolist(), lens.tolist(), ids, self._taps, end)
+            blocks = blocks if end is None else end.limited()
         packed, slots = self.verifier.accept(blocks, hidden)
         # A later step reads all context KV below kv_len, so committed rows get theirs here, drafted or not.
         self.drafter.write_context(ContextRows(features, blocks.run(blocks.positions), slots))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.device.cache_graphs import CacheGraphs
+from dflash_runtime.device.early_end import EarlyEnd
 from dflash_runtime.device.state import row_of
 from dflash_runtime.errors import HandoffMismatch
 from dflash_runtime.models.cache_state import TextState, put_state, take_state
@@ -48,6 +49,11 @@ class Texts:
         self.graphs = graphs
         self._target = target if graphs is None else target.with_graphs(graphs)
         self._rows: dict[int, RowText] = {}
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether blocks may end early: the target reads them token by token."""
+        return self._target.ends_early and not self._target.reads_at_once
 
     def drop_graphs(self) -> None:
         """Free the captured forwards. Later forwards run uncaptured."""
@@ -112,11 +118,16 @@ class Texts:
         return self._target.join([self._rows[row].member(length)])
 
     def verify(
-        self, rows: Sequence[int], context_lens: Sequence[int], token_ids: Tensor, taps: Sequence[int]
+        self,
+        rows: Sequence[int],
+        context_lens: Sequence[int],
+        token_ids: Tensor,
+        taps: Sequence[int],
+        end: EarlyEnd | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run blocks [R, W] after `context_lens` tokens -> hidden states [R * W, hidden], features [R * W, F].
 
-        The rows of a done request (context length 0) are zeros.
+        The rows of a done request (context length 0), and rows behind an early end, are zeros.
         """
         head = self._target.embedding
         hidden = head.new_zeros(*token_ids.shape, head.shape[1])
@@ -127,15 +138,17 @@ class Texts:
             some = sorted(some, key=lambda index: (id(members[index].cache), members[index].row))
             joined = self._target.join([members[index] for index in some])
             is_all = some == list(range(len(rows)))
-            found, tapped = self._target.verify(joined, token_ids if is_all else token_ids[some], taps)
+            needs_next = end.needs_next if is_all and end is not None else None
+            found, tapped = self._target.verify(joined, token_ids if is_all else token_ids[some], taps, needs_next)
             for row, index in enumerate(some):
                 self._rows[rows[index]] = replace(self._rows[rows[index]], cache=joined, row=row)
-            if is_all:
+            width = found.shape[1]
+            if is_all and width == token_ids.shape[1]:
                 hidden, features = found, tapped
                 continue
-            hidden[some] = found
+            hidden[some, :width] = found
             if features is not None and tapped is not None:
-                features[some] = tapped
+                features[some, :width] = tapped
         return hidden.flatten(0, 1), None if features is None else features.flatten(0, 1)
 
     def _groups(self, members: dict[int, Member], width: int) -> Iterator[list[int]]:

@@ -4,7 +4,7 @@ This works for any class of cache. A layout says which parts have one slice per 
 tensors are states, with a row for each text. Rows of different lengths are padded on the left, as transformers'
 `generate` pads them.
 
-Axis letters: B rows.
+Axis letters: B rows, T tokens, W rows of a block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +117,24 @@ def _latest(part: Tensor, axis: int, row: CacheRow) -> Tensor:
 def _padded(part: Tensor, axis: int, size: int) -> Tensor:
     missing = size - part.shape[axis]
     return pad(part, (0, 0) * (part.dim() - 1 - axis) + (missing, 0)) if missing else part
+
+
+def append_blocks(tokens: Tensor, pending: Sequence[int], blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Put blocks [B, W] behind the first pending tokens of each row -> tokens [B, T], and the columns of blocks [B, W].
+
+    The last token of a block fills its row up.
+    """
+    first, width = tokens.shape[1], blocks.shape[1]
+    starts = torch.tensor(pending).to(tokens.device)[:, None]
+    columns = torch.arange(max(pending) + width, device=tokens.device)
+    behind = (first + columns - starts).clamp(max=first + width - 1)
+    places = torch.where(columns < starts, columns, behind)
+    return torch.cat((tokens, blocks), dim=1).gather(1, places), starts + columns[:width]
+
+
+def take_columns(rows: Tensor, columns: Tensor) -> Tensor:
+    """Rows [B, T, N] and columns [B, W] -> [B, W, N]."""
+    return rows.gather(1, columns[..., None].expand(-1, -1, rows.shape[2]))
 
 
 def rebuild_cache(

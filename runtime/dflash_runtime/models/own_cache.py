@@ -11,7 +11,7 @@ Axis letters: B texts of one cache, T tokens, W rows of a block, F feature width
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dflash_runtime.models.cache_rows import CacheLayout, CacheRow, copy_cache, gather_rows
+from dflash_runtime.models.cache_rows import (
+    CacheLayout,
+    CacheRow,
+    append_blocks,
+    copy_cache,
+    gather_rows,
+    take_columns,
+)
 from dflash_runtime.models.hosted import NOT_TRIED, TransformersTarget
 from dflash_runtime.models.hosted_swaps import Swaps
 from dflash_runtime.models.layers import Attend
@@ -77,6 +84,10 @@ class Member(NamedTuple):
     length: int = 0
 
 
+NeedsNext = Callable[[Tensor, int], bool]
+"""Hidden states [B, hidden] of a block's column, and the column -> whether the next column must run."""
+
+
 class Replays(Protocol):
     """Forwards after a cache that were captured; see `device/cache_graphs.py`."""
 
@@ -103,6 +114,7 @@ class OwnCacheTarget(TransformersTarget):
     chunks          the code that reads blocks in smaller chunks
     batching        the texts that may share a cache
     layout          how the tokens of a text lie in a cache
+    ends_early      whether blocks that are read token by token may end early
     swaps           the modules that our kernels compute
     uncaptured      the reason why its forwards cannot be captured as CUDA graphs, or None
     graphs          the captured forwards of one engine
@@ -116,6 +128,7 @@ class OwnCacheTarget(TransformersTarget):
         self.chunks: Sequence[Chunked] = ()
         self.batching = Batching()
         self.layout = CacheLayout()
+        self.ends_early = True
         self.swaps = Swaps()
         self.uncaptured: Notice | None = NOT_TRIED
         self.graphs: Replays | None = None
@@ -139,21 +152,26 @@ class OwnCacheTarget(TransformersTarget):
         text.tokens, text.pending, text.later = token_ids[:, :0], (0,) * len(token_ids), ()
         return hidden, features
 
-    def verify(self, text: TextCache, blocks: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def verify(
+        self, text: TextCache, blocks: Tensor, taps: Sequence[int], needs_next: NeedsNext | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Run blocks [B, W] after texts -> hidden states [B, W, hidden] and features [B, W, F].
 
-        The next call of `join` says how many of the tokens were accepted.
+        The next call of `join` says how many of the tokens were accepted. A target that reads token by token may return
+        fewer columns: it asks `needs_next` after each.
         """
         first, is_even = max(text.pending), len(set(text.pending)) == 1
         if is_even:
             text.tokens = torch.cat((text.tokens[:, :first], blocks), dim=1)
         else:
-            text.tokens, wanted = _append(text.tokens, text.pending, blocks)
-        hidden, features, later = self._run(text.cache, text.tokens, text.lens, taps, is_block=True)
+            text.tokens, wanted = append_blocks(text.tokens, text.pending, blocks)
+        hidden, features, later = self._run(
+            text.cache, text.tokens, text.lens, taps, is_block=True, ask=None if first else needs_next
+        )
         text.later = later if is_even and later[-1][1] is not None else ()
         if is_even:
             return hidden[:, first:], None if features is None else features[:, first:]
-        return _take(hidden, wanted), None if features is None else _take(features, wanted)
+        return take_columns(hidden, wanted), None if features is None else take_columns(features, wanted)
 
     def join(self, members: Sequence[Member]) -> TextCache:
         """Reject the tokens after each member's length -> one cache with the members as rows.
@@ -229,13 +247,14 @@ class OwnCacheTarget(TransformersTarget):
         text.tokens, text.pending = text.tokens[:, count:], [pending - count for pending in text.pending]
 
     def _run(
-        self, cache: Any, token_ids: Tensor, lens: Sequence[int], taps: Sequence[int], *, is_block: bool = False
-    ) -> tuple[Tensor, Tensor | None, list[tuple[int, Any]]]:
+        self, cache: Any, token_ids: Tensor, lens: Sequence[int], taps: Sequence[int], *, is_block: bool = False,
+        ask: NeedsNext | None = None,
+    ) -> tuple[Tensor, Tensor | None, list[tuple[int, Any]]]:  # fmt: skip
         """Run tokens [B, T] after a cache in as few forwards as possible.
 
         Returns hidden states [B, T, hidden], features [B, T, F], and the new cache with the number of tokens that it
         holds more. With `is_block` the given cache stays as it is. Then a target that reads token by token returns the
-        caches after every token, and the only cache of another may be None.
+        caches after every token, and ends where `ask` says so. The only cache of another target may be None.
         """
         num_rows, num_tokens = token_ids.shape
         if self.reads_at_once:
@@ -262,6 +281,8 @@ class OwnCacheTarget(TransformersTarget):
                 hidden, features = hidden.clone(), None if features is None else features.clone()
             rows.append(hidden)
             tapped.append(features)
+            if keeps and ask is not None and begin + 1 < num_tokens and not ask(hidden[:, 0], begin):
+                break
         found = torch.cat([item for item in tapped if item is not None], dim=1) if taps else None
         return torch.cat(rows, dim=1), found, later if keeps else later[-1:]
 
@@ -353,24 +374,6 @@ def _joined(sources: Sequence[_Source], layout: CacheLayout) -> TextCache:
         tokens = torch.stack([pad(part, (0, most - len(part))) for part in parts])
     kept = [source.kept for source in sources]
     return TextCache(gather_rows(kept, layout), [row.length for row in kept], tokens, pending)
-
-
-def _append(tokens: Tensor, pending: Sequence[int], blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Put blocks [B, W] behind the first pending tokens of each row -> tokens [B, T], and the columns of blocks [B, W].
-
-    The last token of a block fills its row up.
-    """
-    first, width = tokens.shape[1], blocks.shape[1]
-    starts = torch.tensor(pending).to(tokens.device)[:, None]
-    columns = torch.arange(max(pending) + width, device=tokens.device)
-    behind = (first + columns - starts).clamp(max=first + width - 1)
-    places = torch.where(columns < starts, columns, behind)
-    return torch.cat((tokens, blocks), dim=1).gather(1, places), starts + columns[:width]
-
-
-def _take(rows: Tensor, columns: Tensor) -> Tensor:
-    """Rows [B, T, N] and columns [B, W] -> [B, W, N]."""
-    return rows.gather(1, columns[..., None].expand(-1, -1, rows.shape[2]))
 
 
 def score_bytes(config: TargetConfig, num_rows: int) -> int:
