@@ -7,7 +7,7 @@ were committed, so it waits for the step before it.
 Axis letters: R requests, W verified rows of a block, T flat rows, F features.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -135,7 +135,7 @@ class Texts:
         running = [index for index, length in enumerate(context_lens) if length]
         members = {index: self._rows[rows[index]].member(context_lens[index]) for index in running}
         for some in self._groups(members, token_ids.shape[1]):
-            some = sorted(some, key=lambda index: (id(members[index].cache), members[index].row))
+            some = _by_cache(some, members)
             joined = self._target.join([members[index] for index in some])
             is_all = some == list(range(len(rows)))
             needs_next = end.needs_next if is_all and end is not None else None
@@ -173,6 +173,14 @@ class Texts:
         if self._target.layout.grown and padding:
             return batching.any_length and padding <= most_padding(shortest)
         return batching.same_length
+
+
+def _by_cache(indices: Sequence[int], members: Mapping[int, Member]) -> list[int]:
+    """Sort members by their row in their cache, and caches by their first member. So whole caches keep their order."""
+    first: dict[int, int] = {}
+    for index in sorted(indices):
+        first.setdefault(id(members[index].cache), index)
+    return sorted(indices, key=lambda index: (first[id(members[index].cache)], members[index].row))
 
 
 def _join(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
