@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels.step_rows import StepRows
 from dflash_runtime.config_parts import RopeConfig
-from dflash_runtime.device.blocks import Blocks
+from dflash_runtime.device.blocks import Blocks, Proposal, Sampling
 from dflash_runtime.device.early_end import EarlyEnd
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.handoffs import traces
@@ -64,13 +65,11 @@ def choose(blocks: Blocks, hidden: Tensor, column: int) -> Tensor:
     return hidden[:, 0].long()
 
 
-def blocks_of(num_requests: int, distribution: object = None, masks: object = None) -> Any:
-    drafts = torch.tensor([[5, 6, 7]] * num_requests)
-    step = SimpleNamespace(max_accepted=torch.full((num_requests,), 3))
-    return SimpleNamespace(
-        rows=torch.arange(num_requests), step=step, sampling=SimpleNamespace(masks=masks), given=None, tree=None,
-        proposal=SimpleNamespace(token_ids=drafts, distribution=distribution),
-    )  # fmt: skip
+def blocks_of(num_requests: int, distribution: Any = None, masks: Any = None) -> Blocks:
+    rows, sampling = torch.arange(num_requests), SimpleNamespace(masks=masks)
+    step = StepRows(*[rows] * len(StepRows._fields))._replace(max_accepted=torch.full((num_requests,), 3))
+    proposal = Proposal(torch.tensor([[5, 6, 7]] * num_requests), distribution)
+    return Blocks(rows, step, rows, cast(Sampling, sampling), proposal, rows, rows)
 
 
 def test_the_last_request_that_accepts_decides() -> None:
@@ -80,6 +79,7 @@ def test_the_last_request_that_accepts_decides() -> None:
         [(5, 5), (0, 6), (7, 0)]
     )]  # fmt: skip
     assert asked == [True, True, False]
+    assert end.limited().step.max_accepted.tolist() == [2, 2]
 
 
 def test_a_request_accepts_no_more_than_its_limit() -> None:
