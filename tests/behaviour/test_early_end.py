@@ -48,9 +48,7 @@ def run(target: Any, num_right: list[int], monkeypatch: pytest.MonkeyPatch, **se
     return traces(outputs), count[0]
 
 
-@pytest.mark.parametrize(
-    ("num_right", "temperature", "few", "many"), [([2], 0.8, 12, 32), ([0], 0.0, 11, 88), ([2, 3], 0.0, 15, 32)]
-)
+@pytest.mark.parametrize(("num_right", "temperature", "few", "many"), [([2], 0.8, 12, 32), ([2, 3], 0.0, 15, 32)])
 def test_fewer_rows_run_and_the_traces_are_the_same(
     target: Any, num_right: list[int], temperature: float, few: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
