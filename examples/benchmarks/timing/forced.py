@@ -12,6 +12,7 @@ Axis letters: R requests, N block rows, K draft tokens (N - 1), W rows of a path
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ from dflash_kernels.step_rows import RowState, StepRows
 from dflash_kernels.suite import Kernels
 from dflash_kernels.tree_path import Path
 from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.scheduling.limits import Limits
 
 TABLE_SIZE = 2**20
@@ -62,7 +64,11 @@ def force_acceptance(pair: LoadedPair, mean: float) -> LoadedPair:
     if pair.limits.num_tree_nodes:
         path_rows = spread_rows(pair.limits).to(device).repeat(pair.limits.max_num_requests, 1)
     kernels = _forcing(kernels, draw_table(rates).to(device), path_rows)
-    return replace(pair, placement=replace(pair.placement, kernels=kernels))
+    target = pair.target
+    if isinstance(target, OwnCacheTarget):
+        target = copy(target)
+        target.ends_early = False  # blocks end early where the target's own choice rejects a token
+    return replace(pair, target=target, placement=replace(pair.placement, kernels=kernels))
 
 
 def most_tokens(limits: Limits) -> int:

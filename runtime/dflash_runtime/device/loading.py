@@ -17,6 +17,7 @@ from dflash_runtime.checkpoint.target_quantization import Quantization, read_qua
 from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_runtime.checkpoint.weight_digests import WeightDigest
 from dflash_runtime.device.attention import check_capability
+from dflash_runtime.device.cache_graphs import CacheGraphs
 from dflash_runtime.device.memory import Fit, WeightBytes
 from dflash_runtime.device.settings import (
     apply_exclusions,
@@ -82,6 +83,12 @@ class LoadedPair:
         models = [self.target] if self.draft is None else [self.target, self.draft]
         is_safe = all(getattr(model, "follows_from_shapes", False) for model in models)
         return is_safe and can_capture(self.config, self.placement.device, self.placement.kernels)
+
+    def cache_graphs(self, target: OwnCacheTarget) -> CacheGraphs | None:
+        """The captured forwards of a target with its own cache, captured when needed. None if it has none."""
+        device, kernels = self.placement.device, self.placement.kernels
+        is_captured = target.uncaptured is None and can_capture(self.config, device, kernels)
+        return CacheGraphs(target, device, self.limits.max_num_requests) if is_captured else None
 
     @property
     def is_looking_up(self) -> bool:
@@ -312,27 +319,29 @@ def _digests(target: TargetSource, draft: DraftLike | None, *, begins: bool) -> 
 def hosted_warnings(target: Target, *, can_be_captured: bool) -> tuple[Notice, ...]:
     """The warnings about a target that transformers runs. `can_be_captured` says whether native targets would be.
 
-    A second warning names what keeps the target's forward from being captured; see `HostedTarget.uncaptured`.
+    A second warning names what keeps the target's forward from being captured; see `uncaptured` of the target.
     """
     kind, reason = target.config.model_type, getattr(target, "uncaptured", None)
-    if target.config.own_cache is not None:
-        problem = target.batching.problem if isinstance(target, OwnCacheTarget) else None
+    is_captured = can_be_captured and reason is None
+    if isinstance(target, OwnCacheTarget):
+        problem = target.batching.problem
         rows = "" if problem is None else f"one request per forward at some lengths ({problem}), "
+        without = "without prefix cache" if is_captured else "without prefix cache and CUDA graphs"
         text = (
-            f"the {kind} target runs slowly: transformers runs it with its own cache, {rows}without prefix cache and "
-            "CUDA graphs; measured times do not show the pair's speed"
+            f"the {kind} target runs slowly: transformers runs it with its own cache, {rows}{without}; measured times "
+            "do not show the pair's speed"
         )
-        return (Notice(text, id="slow-target"),)
-    if can_be_captured and reason is None:
+    elif is_captured:
         text = (
             f"transformers runs the {kind} target over this engine's pages, in CUDA graphs; its steps take longer than "
             "those of a native family"
         )
         return (Notice(text, id="hosted-target"),)
-    text = (
-        f"the {kind} target runs slowly: transformers runs it over this engine's pages, without CUDA graphs; measured "
-        "times do not show the pair's speed"
-    )
+    else:
+        text = (
+            f"the {kind} target runs slowly: transformers runs it over this engine's pages, without CUDA graphs; "
+            "measured times do not show the pair's speed"
+        )
     slow = Notice(text, id="slow-target")
     if not can_be_captured or reason is None:
         return (slow,)

@@ -33,6 +33,7 @@ from dflash_runtime.device.acceptance_model import OnlineAcceptance
 from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.drafter import Drafter
+from dflash_runtime.device.early_end import EarlyEnd
 from dflash_runtime.device.grammars import Grammars
 from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.kv import KVCache
@@ -67,7 +68,9 @@ class Runner:
         self.placement, self.kernels = pair.placement, pair.placement.kernels
         self.device, self.ranks = pair.placement.device, pair.placement.ranks
         self.page_size = page_size = pair.config.page_size
-        self.texts = Texts(self.target) if isinstance(self.target, OwnCacheTarget) else None
+        self.texts = None
+        if isinstance(self.target, OwnCacheTarget):
+            self.texts = Texts(self.target, pair.cache_graphs(self.target))
         num_target_pages = num_pages if self.texts is None else 0
         self.target_kv = KVCache(self.target.config, num_target_pages, page_size, pair.placement, pair.kv_scales)
         self.draft_kv = KVCache(self.draft.config, num_pages, page_size, pair.placement) if self.draft else None
@@ -109,6 +112,8 @@ class Runner:
     def drop_graphs(self) -> None:
         """Free the captured steps. Later steps run uncaptured."""
         self.graphs = self.pieces = None
+        if self.texts is not None:
+            self.texts.drop_graphs()
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingForward | None:
@@ -193,7 +198,9 @@ class Runner:
             hidden, features = self.target(blocks.token_ids, blocks.run(blocks.positions), attend, self._taps)
         else:
             ids, lens = blocks.token_ids.view(len(rows), -1), blocks.step.context_lens
-            hidden, features = self.texts.verify(rows.tolist(), lens.tolist(), ids, self._taps)
+            end = EarlyEnd.of(blocks, self.verifier.choose_column) if self.texts.ends_early else None
+            hidden, features = self.texts.verify(rows.tolist(), lens.tolist(), ids, self._taps, end)
+            blocks = blocks if end is None else end.limited()
         packed, slots = self.verifier.accept(blocks, hidden)
         # A later step reads all context KV below kv_len, so committed rows get theirs here, drafted or not.
         self.drafter.write_context(ContextRows(features, blocks.run(blocks.positions), slots))

@@ -7,13 +7,15 @@ were committed, so it waits for the step before it.
 Axis letters: R requests, W verified rows of a block, T flat rows, F features.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from dflash_runtime.device.cache_graphs import CacheGraphs
+from dflash_runtime.device.early_end import EarlyEnd
 from dflash_runtime.device.state import row_of
 from dflash_runtime.errors import HandoffMismatch
 from dflash_runtime.models.cache_state import TextState, put_state, take_state
@@ -43,9 +45,20 @@ class RowText:
 class Texts:
     """The texts of a target that keeps its own caches, one per row of the state."""
 
-    def __init__(self, target: OwnCacheTarget) -> None:
-        self._target = target
+    def __init__(self, target: OwnCacheTarget, graphs: CacheGraphs | None = None) -> None:
+        self.graphs = graphs
+        self._target = target if graphs is None else target.with_graphs(graphs)
         self._rows: dict[int, RowText] = {}
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether blocks may end early: the target reads them token by token."""
+        return self._target.ends_early and not self._target.reads_at_once
+
+    def drop_graphs(self) -> None:
+        """Free the captured forwards. Later forwards run uncaptured."""
+        self.graphs = None
+        self._target = self._target.with_graphs(None)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -105,11 +118,16 @@ class Texts:
         return self._target.join([self._rows[row].member(length)])
 
     def verify(
-        self, rows: Sequence[int], context_lens: Sequence[int], token_ids: Tensor, taps: Sequence[int]
+        self,
+        rows: Sequence[int],
+        context_lens: Sequence[int],
+        token_ids: Tensor,
+        taps: Sequence[int],
+        end: EarlyEnd | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run blocks [R, W] after `context_lens` tokens -> hidden states [R * W, hidden], features [R * W, F].
 
-        The rows of a done request (context length 0) are zeros.
+        The rows of a done request (context length 0), and rows behind an early end, are zeros.
         """
         head = self._target.embedding
         hidden = head.new_zeros(*token_ids.shape, head.shape[1])
@@ -117,18 +135,20 @@ class Texts:
         running = [index for index, length in enumerate(context_lens) if length]
         members = {index: self._rows[rows[index]].member(context_lens[index]) for index in running}
         for some in self._groups(members, token_ids.shape[1]):
-            some = sorted(some, key=lambda index: (id(members[index].cache), members[index].row))
+            some = _by_cache(some, members)
             joined = self._target.join([members[index] for index in some])
             is_all = some == list(range(len(rows)))
-            found, tapped = self._target.verify(joined, token_ids if is_all else token_ids[some], taps)
+            needs_next = end.needs_next if is_all and end is not None else None
+            found, tapped = self._target.verify(joined, token_ids if is_all else token_ids[some], taps, needs_next)
             for row, index in enumerate(some):
                 self._rows[rows[index]] = replace(self._rows[rows[index]], cache=joined, row=row)
-            if is_all:
+            width = found.shape[1]
+            if is_all and width == token_ids.shape[1]:
                 hidden, features = found, tapped
                 continue
-            hidden[some] = found
+            hidden[some, :width] = found
             if features is not None and tapped is not None:
-                features[some] = tapped
+                features[some, :width] = tapped
         return hidden.flatten(0, 1), None if features is None else features.flatten(0, 1)
 
     def _groups(self, members: dict[int, Member], width: int) -> Iterator[list[int]]:
@@ -153,6 +173,14 @@ class Texts:
         if self._target.layout.grown and padding:
             return batching.any_length and padding <= most_padding(shortest)
         return batching.same_length
+
+
+def _by_cache(indices: Sequence[int], members: Mapping[int, Member]) -> list[int]:
+    """Sort members by their row in their cache, and caches by their first member. So whole caches keep their order."""
+    first: dict[int, int] = {}
+    for index in sorted(indices):
+        first.setdefault(id(members[index].cache), index)
+    return sorted(indices, key=lambda index: (first[id(members[index].cache)], members[index].row))
 
 
 def _join(parts: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

@@ -72,6 +72,10 @@ class Verifier:
             self._acceptance.observe(proposal.features, packed[:, 1], step.max_accepted)
         return with_confidences(packed, proposal.confidences), blocks.run(slots)
 
+    def choose_column(self, blocks: Blocks, hidden: Tensor, column: int) -> Tensor:
+        """Choose the target's tokens [R] after hidden states [R, hidden] of one column of blocks."""
+        return self._sample(hidden, blocks.positions[:, column], blocks.sampling, None).token_ids
+
     def choose(
         self,
         hidden: Tensor,

@@ -4,7 +4,7 @@ This works for any class of cache. A layout says which parts have one slice per 
 tensors are states, with a row for each text. Rows of different lengths are padded on the left, as transformers'
 `generate` pads them.
 
-Axis letters: B rows.
+Axis letters: B rows, T tokens, W rows of a block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +75,7 @@ def copy_cache(cache: Any, layout: CacheLayout) -> Any:
         is_shared = isinstance(owner, DynamicLayer) and (path in layout.grown or path[-1] in ("keys", "values"))
         return value.clone() if isinstance(value, Tensor) and not is_shared else value
 
-    return _rebuild(cache, change)
+    return rebuild_cache(cache, change)
 
 
 def gather_rows(rows: Sequence[CacheRow], layout: CacheLayout) -> Any:
@@ -104,7 +104,7 @@ def gather_rows(rows: Sequence[CacheRow], layout: CacheLayout) -> Any:
         padded = [_padded(part, axis, size) for part in given]
         return padded[0] if len(padded) == 1 else torch.cat(padded)
 
-    return _rebuild(first.cache, change)
+    return rebuild_cache(first.cache, change)
 
 
 def _latest(part: Tensor, axis: int, row: CacheRow) -> Tensor:
@@ -119,26 +119,50 @@ def _padded(part: Tensor, axis: int, size: int) -> Tensor:
     return pad(part, (0, 0) * (part.dim() - 1 - axis) + (missing, 0)) if missing else part
 
 
-def _rebuild(item: Any, change: Change, path: Path = (), owner: Any = None, seen: dict[int, Any] | None = None) -> Any:
+def append_blocks(tokens: Tensor, pending: Sequence[int], blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Put blocks [B, W] behind the first pending tokens of each row -> tokens [B, T], and the columns of blocks [B, W].
+
+    The last token of a block fills its row up.
+    """
+    first, width = tokens.shape[1], blocks.shape[1]
+    starts = torch.tensor(pending).to(tokens.device)[:, None]
+    columns = torch.arange(max(pending) + width, device=tokens.device)
+    behind = (first + columns - starts).clamp(max=first + width - 1)
+    places = torch.where(columns < starts, columns, behind)
+    return torch.cat((tokens, blocks), dim=1).gather(1, places), starts + columns[:width]
+
+
+def take_columns(rows: Tensor, columns: Tensor) -> Tensor:
+    """Rows [B, T, N] and columns [B, W] -> [B, W, N]."""
+    return rows.gather(1, columns[..., None].expand(-1, -1, rows.shape[2]))
+
+
+def rebuild_cache(
+    item: Any, change: Change, path: Path = (), owner: Any = None, seen: dict[int, Any] | None = None
+) -> Any:
     """Return a copy of a cache with every tensor and number changed. A part that occurs twice stays one part."""
     seen = {} if seen is None else seen
     if isinstance(item, Tensor) or type(item) is int:
         return _once(seen, item, lambda: change(path, item, owner))
     if isinstance(item, dict):
         return _once(
-            seen, item, lambda: {key: _rebuild(value, change, (*path, key), owner, seen) for key, value in item.items()}
+            seen,
+            item,
+            lambda: {key: rebuild_cache(value, change, (*path, key), owner, seen) for key, value in item.items()},
         )
     if isinstance(item, list | tuple):
         return _once(
             seen, item,
-            lambda: type(item)(_rebuild(value, change, (*path, key), owner, seen) for key, value in enumerate(item)),
+            lambda: type(item)(
+                rebuild_cache(value, change, (*path, key), owner, seen) for key, value in enumerate(item)
+            ),
         )  # fmt: skip
     held = dict(parts(item))
     if not held:
         return item
     if id(item) not in seen:
         seen[id(item)] = new = object.__new__(type(item))
-        vars(new).update({key: _rebuild(value, change, (*path, key), item, seen) for key, value in held.items()})
+        vars(new).update({key: rebuild_cache(value, change, (*path, key), item, seen) for key, value in held.items()})
     return seen[id(item)]
 
 

@@ -11,20 +11,29 @@ Axis letters: B texts of one cache, T tokens, W rows of a block, F feature width
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dflash_runtime.models.cache_rows import CacheLayout, CacheRow, copy_cache, gather_rows
-from dflash_runtime.models.hosted import TransformersTarget
+from dflash_runtime.models.cache_rows import (
+    CacheLayout,
+    CacheRow,
+    append_blocks,
+    copy_cache,
+    gather_rows,
+    take_columns,
+)
+from dflash_runtime.models.hosted import NOT_TRIED, TransformersTarget
 from dflash_runtime.models.hosted_swaps import Swaps
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.small_chunks import Chunked, small_chunks
+from dflash_runtime.notices import Notice
 from dflash_runtime.target_config import TargetConfig
 
 if TYPE_CHECKING:
@@ -41,6 +50,9 @@ LEAST_ROWS = 64
 
 MOST_PENDING = 32
 """Accepted tokens that are read again before each block. More tokens than this go into the cache."""
+
+GRAIN = 8
+"""Tokens are put into a cache in multiples of 8 where possible. Forwards that are CUDA graphs have few sizes."""
 
 LEAST_PADDING = 256
 PADDED_SHARE = 0.25
@@ -72,27 +84,54 @@ class Member(NamedTuple):
     length: int = 0
 
 
+NeedsNext = Callable[[Tensor, int], bool]
+"""Hidden states [B, hidden] of a block's column, and the column -> whether the next column must run."""
+
+
+class Replays(Protocol):
+    """Forwards after a cache that were captured; see `device/cache_graphs.py`."""
+
+    def run(
+        self,
+        token_ids: Tensor,
+        lens: Sequence[int],
+        taps: Sequence[int],
+        cache: Any,
+        *,
+        makes_cache: bool,
+        goes_on: bool,
+    ) -> tuple[Tensor, Tensor | None, Any] | None:
+        """See `CacheGraphs.run`."""
+
+
 class OwnCacheTarget(TransformersTarget):
     """A decoder of transformers as a target that keeps caches of texts.
 
     reads_at_once   whether several tokens after a cache may run in one forward
     can_crop        whether the cache can drop its last tokens
     makes_masks     whether the whole attention mask is given, because transformers would make a wrong one
+    masks_padding   whether the whole attention mask may be given for a cache with padding
     chunks          the code that reads blocks in smaller chunks
     batching        the texts that may share a cache
     layout          how the tokens of a text lie in a cache
+    ends_early      whether blocks that are read token by token may end early
     swaps           the modules that our kernels compute
+    uncaptured      the reason why its forwards cannot be captured as CUDA graphs, or None
+    graphs          the captured forwards of one engine
     """
 
     def __init__(self, config: TargetConfig, model: "PreTrainedModel", placement: Placement) -> None:
         super().__init__(config, model, _find_decoder(model), placement)
         self.reads_at_once = False
         self.can_crop = False
-        self.makes_masks = False
+        self.makes_masks = self.masks_padding = False
         self.chunks: Sequence[Chunked] = ()
         self.batching = Batching()
         self.layout = CacheLayout()
+        self.ends_early = True
         self.swaps = Swaps()
+        self.uncaptured: Notice | None = NOT_TRIED
+        self.graphs: Replays | None = None
         known = inspect.signature(self.decoder.forward).parameters
         self._has_positions = "position_ids" in known
         self._cache_name = next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[0])
@@ -113,22 +152,26 @@ class OwnCacheTarget(TransformersTarget):
         text.tokens, text.pending, text.later = token_ids[:, :0], (0,) * len(token_ids), ()
         return hidden, features
 
-    def verify(self, text: TextCache, blocks: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def verify(
+        self, text: TextCache, blocks: Tensor, taps: Sequence[int], needs_next: NeedsNext | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Run blocks [B, W] after texts -> hidden states [B, W, hidden] and features [B, W, F].
 
-        The next call of `join` says how many of the tokens were accepted.
+        The next call of `join` says how many of the tokens were accepted. A target that reads token by token may return
+        fewer columns: it asks `needs_next` after each.
         """
         first, is_even = max(text.pending), len(set(text.pending)) == 1
         if is_even:
             text.tokens = torch.cat((text.tokens[:, :first], blocks), dim=1)
         else:
-            text.tokens, wanted = _append(text.tokens, text.pending, blocks)
-        cache = copy_cache(text.cache, self.layout)
-        hidden, features, later = self._run(cache, text.tokens, text.lens, taps, keeps=not self.reads_at_once)
-        text.later = later if is_even else ()
+            text.tokens, wanted = append_blocks(text.tokens, text.pending, blocks)
+        hidden, features, later = self._run(
+            text.cache, text.tokens, text.lens, taps, is_block=True, ask=None if first else needs_next
+        )
+        text.later = later if is_even and later[-1][1] is not None else ()
         if is_even:
             return hidden[:, first:], None if features is None else features[:, first:]
-        return _take(hidden, wanted), None if features is None else _take(features, wanted)
+        return take_columns(hidden, wanted), None if features is None else take_columns(features, wanted)
 
     def join(self, members: Sequence[Member]) -> TextCache:
         """Reject the tokens after each member's length -> one cache with the members as rows.
@@ -140,6 +183,12 @@ class OwnCacheTarget(TransformersTarget):
         sources = [self._source(member) for member in members]
         joined = _joined(sources, self.layout)
         return self._settle(joined)
+
+    def with_graphs(self, graphs: Replays | None) -> "OwnCacheTarget":
+        """The target with the captured forwards of one engine. Both targets have the same weights."""
+        target = copy(self)
+        target.graphs = graphs
+        return target
 
     def length_of(self, member: Member) -> int:
         """The tokens of a member that its cache will hold after `join`."""
@@ -191,18 +240,21 @@ class OwnCacheTarget(TransformersTarget):
         return text
 
     def _hold(self, text: TextCache, count: int) -> None:
-        """Put the first `count` pending tokens of every row into the cache."""
+        """Put the first `count` pending tokens of every row into the cache, or a few tokens less."""
+        count = count - count % GRAIN or count
         later = self._run(text.cache, text.tokens[:, :count], text.lens, ())[2]
         text.cache, text.lens = later[-1][1], [length + count for length in text.lens]
         text.tokens, text.pending = text.tokens[:, count:], [pending - count for pending in text.pending]
 
     def _run(
-        self, cache: Any, token_ids: Tensor, lens: Sequence[int], taps: Sequence[int], *, keeps: bool = False
-    ) -> tuple[Tensor, Tensor | None, list[tuple[int, Any]]]:
+        self, cache: Any, token_ids: Tensor, lens: Sequence[int], taps: Sequence[int], *, is_block: bool = False,
+        ask: NeedsNext | None = None,
+    ) -> tuple[Tensor, Tensor | None, list[tuple[int, Any]]]:  # fmt: skip
         """Run tokens [B, T] after a cache in as few forwards as possible.
 
         Returns hidden states [B, T, hidden], features [B, T, F], and the new cache with the number of tokens that it
-        holds more. With `keeps`, a list of the caches after every forward.
+        holds more. With `is_block` the given cache stays as it is. Then a target that reads token by token returns the
+        caches after every token, and ends where `ask` says so. The only cache of another target may be None.
         """
         num_rows, num_tokens = token_ids.shape
         if self.reads_at_once:
@@ -211,14 +263,26 @@ class OwnCacheTarget(TransformersTarget):
             size = num_tokens if cache is None else 1
         rows, tapped = [], []
         later: list[tuple[int, Any]] = []
+        keeps, is_replayed = is_block and not self.reads_at_once, False
         for begin in range(0, num_tokens, size):
-            piece = token_ids[:, begin : begin + size]
-            if keeps and later:
-                cache = copy_cache(cache, self.layout)
-            hidden, features, cache = self._forward(piece, [length + begin for length in lens], taps, cache=cache)
+            piece, piece_lens = token_ids[:, begin : begin + size], [length + begin for length in lens]
+            makes_cache = not is_block or keeps or self.can_crop or begin + size < num_tokens
+            ran = None
+            if self.graphs is not None and cache is not None:
+                ran = self.graphs.run(piece, piece_lens, taps, cache, makes_cache=makes_cache, goes_on=is_replayed)
+            is_replayed = ran is not None
+            if ran is None:
+                if is_block and (keeps or not later):
+                    cache = copy_cache(cache, self.layout)
+                ran = self._forward(piece, piece_lens, taps, cache=cache)
+            hidden, features, cache = ran
             later.append((begin + piece.shape[1], cache))
+            if is_replayed and size < num_tokens:  # the next replay overwrites the results of this one
+                hidden, features = hidden.clone(), None if features is None else features.clone()
             rows.append(hidden)
             tapped.append(features)
+            if keeps and ask is not None and begin + 1 < num_tokens and not ask(hidden[:, 0], begin):
+                break
         found = torch.cat([item for item in tapped if item is not None], dim=1) if taps else None
         return torch.cat(rows, dim=1), found, later if keeps else later[-1:]
 
@@ -226,16 +290,34 @@ class OwnCacheTarget(TransformersTarget):
         self, token_ids: Tensor, lens: Sequence[int], taps: Sequence[int], *, cache: Any = None, use_cache: bool = True
     ) -> tuple[Tensor, Tensor | None, Any]:
         """Run one forward of the decoder on tokens [B, T] -> hidden states, features and the new cache."""
-        given: dict[str, Any] = {self._cache_name: cache} if cache is not None else {}
-        shape, longest = token_ids.shape, max(lens)
-        columns = torch.arange(longest, longest + shape[1], device=self.entry)[None]
-        missing = None
+        longest, missing = max(lens), None
         if min(lens) < longest:
             missing = torch.tensor([longest - length for length in lens]).to(self.entry)[:, None]
+        masks = self.makes_masks and cache is not None
+        return self._forward_after(token_ids, longest, missing, taps, cache, makes_masks=masks, use_cache=use_cache)
+
+    def forward_in_room(
+        self, token_ids: Tensor, lens: Tensor, taps: Sequence[int], cache: Any, room: int
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """Run one forward on tokens [B, T] after a cache that is padded on the left to `room` tokens.
+
+        The lengths of texts [B] are on the device, so that a CUDA graph may contain the forward.
+        """
+        missing = (room - lens)[:, None]
+        return self._forward_after(token_ids, room, missing, taps, cache, makes_masks=self.masks_padding)
+
+    def _forward_after(
+        self, token_ids: Tensor, longest: int, missing: Tensor | None, taps: Sequence[int], cache: Any, *,
+        makes_masks: bool, use_cache: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Any]:  # fmt: skip
+        """Run one forward on tokens [B, T] after `longest` tokens of a cache; `missing` [B, 1] of them are padding."""
+        given: dict[str, Any] = {self._cache_name: cache} if cache is not None else {}
+        shape = token_ids.shape
+        columns = torch.arange(longest, longest + shape[1], device=self.entry)[None]
         if self._has_positions:
             positions = columns.expand(shape) if missing is None else columns - missing
             given["position_ids"] = positions.clamp(max=self.config.max_position_embeddings - 1)
-        if self.makes_masks and cache is not None:
+        if makes_masks:
             given["attention_mask"] = self._mask(columns, longest + shape[1], missing)
         elif missing is not None and self.layout.grown:
             given["attention_mask"] = (torch.arange(longest + shape[1], device=self.entry) >= missing).long()
@@ -292,24 +374,6 @@ def _joined(sources: Sequence[_Source], layout: CacheLayout) -> TextCache:
         tokens = torch.stack([pad(part, (0, most - len(part))) for part in parts])
     kept = [source.kept for source in sources]
     return TextCache(gather_rows(kept, layout), [row.length for row in kept], tokens, pending)
-
-
-def _append(tokens: Tensor, pending: Sequence[int], blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Put blocks [B, W] behind the first pending tokens of each row -> tokens [B, T], and the columns of blocks [B, W].
-
-    The last token of a block fills its row up.
-    """
-    first, width = tokens.shape[1], blocks.shape[1]
-    starts = torch.tensor(pending).to(tokens.device)[:, None]
-    columns = torch.arange(max(pending) + width, device=tokens.device)
-    behind = (first + columns - starts).clamp(max=first + width - 1)
-    places = torch.where(columns < starts, columns, behind)
-    return torch.cat((tokens, blocks), dim=1).gather(1, places), starts + columns[:width]
-
-
-def _take(rows: Tensor, columns: Tensor) -> Tensor:
-    """Rows [B, T, N] and columns [B, W] -> [B, W, N]."""
-    return rows.gather(1, columns[..., None].expand(-1, -1, rows.shape[2]))
 
 
 def score_bytes(config: TargetConfig, num_rows: int) -> int:

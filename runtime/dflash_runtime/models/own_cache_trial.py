@@ -21,6 +21,8 @@ from torch import Tensor
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.models.cache_rows import find_layout
+from dflash_runtime.models.cache_state import leaves, name_of
+from dflash_runtime.models.host_reads import find_host_read
 from dflash_runtime.models.hosted import check_features, check_head, trying_out
 from dflash_runtime.models.hosted_experts import use_our_experts
 from dflash_runtime.models.hosted_loading import first_line, load_model
@@ -29,6 +31,7 @@ from dflash_runtime.models.own_cache import LEAST_PADDING, PADDED_SHARE, Batchin
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.small_chunks import find_chunks
 from dflash_runtime.models.swapped_modules import Setting
+from dflash_runtime.notices import Notice
 from dflash_runtime.target_config import OwnCache, TargetConfig
 
 if TYPE_CHECKING:
@@ -57,6 +60,9 @@ SWAP_ROWS = 9
 NUM_COPIES = 2
 """Copies of a cache that are held at once: of committed tokens, and with a block."""
 
+GRAPH_COPIES = 2
+"""More copies with CUDA graphs: their buffers, and new keys, values and states. Both have a graph's padding too."""
+
 
 def load_own_cache(source: TargetSource, config: TargetConfig, placement: Placement) -> OwnCacheTarget:
     """Load a target through transformers, from safetensors only, and find by trial how it must be run.
@@ -73,11 +79,43 @@ def own_cache_target(model: "PreTrainedModel", config: TargetConfig, placement: 
     """Find by trial how a loaded model must be run. Raises the errors of `load_own_cache`."""
     target = OwnCacheTarget(config, model, placement)
     with trying_out(config), torch.inference_mode():
-        _try_out(target, model, placement.device)
+        token_ids = _try_out(target, model, placement.device)
     if placement.spread is None:
         with trying_out(config), torch.no_grad():  # new weights must not be tensors of inference mode
             _use_kernels(target, model, placement)
+    with trying_out(config):
+        target.uncaptured = _why_not_captured(target, placement)
+        with torch.inference_mode():
+            target.config = replace(config, own_cache=_measure(target, token_ids))
     return target
+
+
+def _why_not_captured(target: OwnCacheTarget, placement: Placement) -> Notice | None:
+    """Return the reason why forwards after a cache cannot be captured as CUDA graphs, or None.
+
+    A graph has one size of the cache. So keys and values are padded on the left, and states have a fixed size.
+    """
+    if placement.spread is not None:
+        return Notice("its layers are on several devices", id="target-is-spread", field="--device-map")
+    layout, batching = target.layout, target.batching
+    if layout.problem is not None or (layout.grown and not batching.any_length):
+        return Notice(f"texts cannot be padded ({layout.problem or batching.problem})", id="target-not-padded")
+    texts = torch.arange(2 * TRIAL_BLOCK, device=target.entry).view(2, -1) % target.config.vocab_size
+    texts = texts if batching.same_length else texts[:1]
+    with torch.inference_mode(mode=False), torch.no_grad():
+        text = TextCache()
+        target.fill(text, texts, ())
+        room, lens = text.lens[0], torch.tensor(text.lens).to(target.entry)
+        fixed = [path for path, value in leaves(text.cache) if isinstance(value, Tensor) and not value.dim()]
+        counts = [*sorted(map(name_of, layout.counts)), *map(name_of, fixed)]
+        if counts:
+            return Notice(f"its cache counts tokens in {counts[0]}", id="target-cache-counts", field=counts[0])
+        tokens = texts if target.reads_at_once else texts[:, :1]
+        found = find_host_read(lambda: target.forward_in_room(tokens, lens, (0,), text.cache, room))
+    if found is None:
+        return None
+    why = f"its code reads values on the host: {found.operation} in {found.place}"
+    return Notice(why, id="target-reads-on-host", field=found.operation)
 
 
 def _use_kernels(target: OwnCacheTarget, model: "PreTrainedModel", placement: Placement) -> None:
@@ -91,8 +129,8 @@ def _use_kernels(target: OwnCacheTarget, model: "PreTrainedModel", placement: Pl
         )
 
 
-def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.device) -> None:
-    """Find how a loaded model must run so that its cache replaces the tokens before it, and measure the cache.
+def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.device) -> Tensor:
+    """Find how a loaded model must run so that its cache replaces the tokens before it -> the tokens of the trial.
 
     Raises:
         UnsupportedError: with a cache, the hidden states always differ.
@@ -106,7 +144,7 @@ def _try_out(target: OwnCacheTarget, model: "PreTrainedModel", device: torch.dev
     check_features(config, None if features is None else features[0], hidden[0])
     check_head(config, target.head, hidden[0], said)
     _find_ways(target, model, token_ids)
-    target.config = replace(config, own_cache=_measure(target, token_ids))
+    return token_ids
 
 
 def _find_ways(target: OwnCacheTarget, model: "PreTrainedModel", token_ids: Tensor) -> None:
@@ -193,6 +231,11 @@ class _Trial:
             if any(_problem(target, *text, allowed) for text in texts):
                 target.chunks = ()
         target.batching = _find_batching(target, self.token_ids, allowed)
+        target.masks_padding = target.makes_masks
+        if target.batching.any_length and target.layout.grown and not target.makes_masks and not _has_windows(target):
+            target.makes_masks = True
+            target.masks_padding = _why_not_batched(target, self.token_ids, UNEVEN, allowed) is None
+            target.makes_masks = False
 
 
 def _ways(target: OwnCacheTarget, cache: Any) -> Iterator[tuple[bool, bool]]:
@@ -206,21 +249,29 @@ def _ways(target: OwnCacheTarget, cache: Any) -> Iterator[tuple[bool, bool]]:
     if type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers):
         yield True, False
     yield False, False
-    if not any(value for key, value in target.code_config.items() if "window" in key or key == CHUNK):
+    if not _has_windows(target):
         yield False, True
+
+
+def _has_windows(target: OwnCacheTarget) -> bool:
+    """Whether a layer may attend to a part of the text only."""
+    return any(value for key, value in target.code_config.items() if "window" in key or key == CHUNK)
 
 
 def _find_batching(target: OwnCacheTarget, token_ids: Tensor, allowed: float) -> Batching:
     """Find by trial which texts may share a cache."""
     if target.layout.problem is not None:
         return Batching(problem=f"{target.layout.problem} in its cache is not of one text")
-    texts = [token_ids.roll(count) for count in range(len(UNEVEN))]
-    wanted = [target._forward(text[None], (0,), (), use_cache=False)[0][0] for text in texts]
-    problems = []
-    for lens in (EVEN, UNEVEN):
-        room = len(token_ids) - sum(TRIAL_KEPT)
-        problems.append(_problem(target, texts, wanted, [min(length, room) for length in lens], allowed))
+    problems = [_why_not_batched(target, token_ids, lens, allowed) for lens in (EVEN, UNEVEN)]
     return Batching(problems[0] is None, problems[0] is None and problems[1] is None, problems[0] or problems[1])
+
+
+def _why_not_batched(target: OwnCacheTarget, token_ids: Tensor, lens: tuple[int, ...], allowed: float) -> str | None:
+    """Return why texts with prompts of these lengths cannot share a cache, or None."""
+    texts = [token_ids.roll(count) for count in range(len(lens))]
+    wanted = [target._forward(text[None], (0,), (), use_cache=False)[0][0] for text in texts]
+    room = len(token_ids) - sum(TRIAL_KEPT)
+    return _problem(target, texts, wanted, [min(length, room) for length in lens], allowed)
 
 
 def _problem(
@@ -281,10 +332,17 @@ def _measure(target: OwnCacheTarget, token_ids: Tensor) -> OwnCache:
     few, many = (_num_bytes(_fill(target, token_ids[:count]).cache) for count in (num_few, len(token_ids)))
     token_bytes = -(-(many - few) // (len(token_ids) - num_few))
     own_bytes = max(0, many - token_bytes * len(token_ids))
+    num_graph_copies = GRAPH_COPIES if target.uncaptured is None and token_ids.is_cuda else 0
     if not target.batching.any_length:
-        return OwnCache(NUM_COPIES * token_bytes, NUM_COPIES * own_bytes)
+        num_copies = NUM_COPIES + num_graph_copies
+        return OwnCache(num_copies * token_bytes, num_copies * own_bytes)
     padded = token_bytes + int(PADDED_SHARE * token_bytes)
-    return OwnCache(NUM_COPIES * padded, NUM_COPIES * (own_bytes + LEAST_PADDING * token_bytes))
+    padded_twice = padded + int(PADDED_SHARE * padded)
+    return OwnCache(
+        NUM_COPIES * padded + num_graph_copies * padded_twice,
+        NUM_COPIES * (own_bytes + LEAST_PADDING * token_bytes)
+        + num_graph_copies * (own_bytes + 2 * LEAST_PADDING * token_bytes),
+    )
 
 
 def _num_bytes(cache: Any) -> int:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from dflash_runtime.device.cache_graphs import Outputs, Record
 from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.llm import LLM
 
@@ -55,3 +56,22 @@ def with_stand_ins(llm: LLM) -> StandInGraphs:
     runner.graphs = graphs = StandInGraphs(runner._decode, llm.limits.max_num_requests)
     llm.engine.scheduler.load.keeps_to_ridge = True
     return graphs
+
+
+def rerunning(device: torch.device) -> Record:
+    """Records a forward as a call that overwrites the results of the first one."""
+
+    def record(run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        first = run()
+
+        def replay() -> None:
+            again = run()
+            pairs = [(first.hidden, again.hidden), *((first.tails[path], again.tails[path]) for path in first.tails)]
+            if first.features is not None and again.features is not None:
+                pairs.append((first.features, again.features))
+            for ours, theirs in pairs:
+                ours.copy_(theirs)
+
+        return replay, first
+
+    return record

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.terminal import documentation
 from dflash_runtime.checkpoint import runs_here
-from dflash_runtime.device.loading import load_pair
+from dflash_runtime.device.loading import hosted_warnings, load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
 from dflash_runtime.models import own_cache, own_cache_trial
@@ -32,6 +32,15 @@ UNBATCHED = ("deepseek_v4",)
 """Families whose cache counts compressed tokens, so texts of different lengths share none."""
 
 CROPPED = ("deepseek_v2", "deepseek_v3", "diffllama", "glm4_moe_lite", "longcat_flash", "mistral4")
+
+COUNTS = ("target-cache-counts", "layers.0.cumulative_length")
+ON_HOST = ("target-reads-on-host", "_local_scalar_dense")
+UNCAPTURED = {
+    "deepseek_v4": ("target-not-padded", None), "gemma2": COUNTS, "gemma4_text": COUNTS, "gpt_oss": COUNTS,
+    "inkling_text": COUNTS, "inkling2_text": COUNTS, "lfm3": ON_HOST, "llama4_text": COUNTS, "longcat_flash": ON_HOST,
+    "mimo_v2_flash": COUNTS,
+}  # fmt: skip
+"""Families with forwards that are not captured, and id and field of the reason."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,6 +89,11 @@ class TestTrial:
         is_shared = kind not in UNBATCHED
         assert target.batching[:2] == (is_shared, is_shared)
         assert (target.batching.problem is None) == is_shared
+        reason = UNCAPTURED.get(kind)
+        assert (target.uncaptured is None) == (reason is None)
+        slow, *others = hosted_warnings(target, can_be_captured=True)
+        assert slow.id == "slow-target"
+        assert [(item.id, item.field) for item in others] == ([] if reason is None else [reason])
 
     @pytest.mark.parametrize("kind", OWN_CACHE_DEFAULT)
     @pytest.mark.parametrize("is_mixed", [False, True])
