@@ -143,8 +143,11 @@ def test_rows_of_a_tree_equal_the_rule_along_their_paths(run: Any, num_nodes: in
                 move_records_ref(records[None], moved)
 
 
+PRODUCT_BITS = 21
+"""Bits of a float32 number that three tf32 products keep."""
+
 MOST_ROUNDINGS = 16
-"""The reference in float32 has up to 5. The kernel multiplies with three tf32 products, which keep fewer bits."""
+"""The reference in float32 has up to 1.3, the kernel on an H200 up to 7.4."""
 
 
 def two_blocks(run: Any, rows: Tensor, gates: Gates, tree: TreeRows) -> Tensor:
@@ -158,10 +161,10 @@ def two_blocks(run: Any, rows: Tensor, gates: Gates, tree: TreeRows) -> Tensor:
 
 
 def nudged(item: Tensor, seed: int) -> Tensor:
-    """In float64, each number changed by up to one unit in its last float32 place."""
+    """In float64, each number changed by up to one unit in the last of PRODUCT_BITS bits."""
     generator = torch.Generator().manual_seed(seed)
     noise = 2 * torch.rand(item.shape, generator=generator, dtype=FLOAT64) - 1
-    return item.double() * (1 + torch.finfo(torch.float32).eps * noise.to(item.device))
+    return item.double() * (1 + 2.0**-PRODUCT_BITS * noise.to(item.device))
 
 
 @pytest.mark.gpu
@@ -173,7 +176,7 @@ def test_trees_of_real_sizes_equal_the_reference(
     """Heads as in Qwen3.5-4B. The second block replays the first rows of the first tree.
 
     In float32, summands of some rows cancel. A row's error is at most MOST_ROUNDINGS times the change of the exact row
-    when each input changes by about one float32 rounding.
+    when each input is rounded to PRODUCT_BITS bits.
     """
     for name, value in (("HEADS", 32), ("KEYS", 16), ("VALUE", 128), ("KEY", 128), ("WIDTH", 64 * 128)):
         monkeypatch.setitem(globals(), name, value)

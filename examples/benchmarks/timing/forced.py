@@ -60,9 +60,7 @@ def force_acceptance(pair: LoadedPair, mean: float) -> LoadedPair:
     """
     rates = acceptance_rates(mean, most_tokens(pair.limits))
     device, kernels = pair.placement.device, pair.placement.kernels
-    path_rows = None
-    if pair.limits.num_tree_nodes:
-        path_rows = spread_rows(pair.limits).to(device).repeat(pair.limits.max_num_requests, 1)
+    path_rows = spread_rows(pair.limits).to(device) if pair.limits.num_tree_nodes else None
     kernels = _forcing(kernels, draw_table(rates).to(device), path_rows)
     target = pair.target
     if isinstance(target, OwnCacheTarget):
@@ -85,6 +83,7 @@ def spread_rows(limits: Limits) -> Tensor:
 
 def _forcing(kernels: Kernels, table: Tensor, path_rows: Tensor | None = None) -> Kernels:
     real, real_follow, real_tree = kernels.close_step, kernels.follow_tree, kernels.close_tree
+    paths: dict[tuple[int, int], Tensor] = {}
 
     def force(step: StepRows, chosen: Tensor) -> Tensor:
         """Draft tokens: the drawn number of them equal the target's choice. Stops and limits then cut as usual."""
@@ -107,7 +106,10 @@ def _forcing(kernels: Kernels, table: Tensor, path_rows: Tensor | None = None) -
     def follow(tree: Tree, chosen: Tensor, num_rows: int) -> Path:
         assert path_rows is not None, "a pair that verifies trees"
         real_follow(tree, chosen, num_rows)  # for its time
-        rows = path_rows[: len(chosen), :num_rows]
+        size = (len(chosen), num_rows)
+        if size not in paths:  # made before a capture, which comes after a step without one
+            paths[size] = path_rows[:num_rows].repeat(len(chosen), 1)
+        rows = paths[size]
         return Path(rows, rows[:, 1:])  # `close_tree` replaces these tokens by drawn ones
 
     return replace(kernels, close_step=close, close_tree=close_tree, follow_tree=follow)
