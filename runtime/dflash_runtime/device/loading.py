@@ -291,7 +291,8 @@ def _place(
     # A block may begin on the model's last position, so rope tables are one block longer than the model.
     num_positions = limits.max_model_len + limits.num_lookahead_tokens
     spread, kv_dtype = resolve_spread(config.device_map), resolve_kv_dtype(config.kv_dtype)
-    return Placement(device, dtype, kernels, num_positions, spread, config.module_swaps, ranks, kv_dtype)
+    has_graphs = can_capture(config, device, kernels)
+    return Placement(device, dtype, kernels, num_positions, spread, config.module_swaps, ranks, kv_dtype, has_graphs)
 
 
 def _weight_bytes(

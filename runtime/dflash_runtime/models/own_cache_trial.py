@@ -86,7 +86,7 @@ def own_cache_target(model: "PreTrainedModel", config: TargetConfig, placement: 
     with trying_out(config):
         target.uncaptured = _why_not_captured(target, placement)
         with torch.inference_mode():
-            target.config = replace(config, own_cache=_measure(target, token_ids))
+            target.config = replace(config, own_cache=_measure(target, token_ids, placement.has_graphs))
     return target
 
 
@@ -326,13 +326,13 @@ def _fill(target: OwnCacheTarget, token_ids: Tensor) -> TextCache:
     return text
 
 
-def _measure(target: OwnCacheTarget, token_ids: Tensor) -> OwnCache:
+def _measure(target: OwnCacheTarget, token_ids: Tensor, has_graphs: bool) -> OwnCache:
     """Return the bytes of a text in a cache, with its padding, measured on two texts. Blocks run on copies."""
     num_few = len(token_ids) // 2
     few, many = (_num_bytes(_fill(target, token_ids[:count]).cache) for count in (num_few, len(token_ids)))
     token_bytes = -(-(many - few) // (len(token_ids) - num_few))
     own_bytes = max(0, many - token_bytes * len(token_ids))
-    num_graph_copies = GRAPH_COPIES if target.uncaptured is None and token_ids.is_cuda else 0
+    num_graph_copies = GRAPH_COPIES if has_graphs and target.uncaptured is None else 0
     if not target.batching.any_length:
         num_copies = NUM_COPIES + num_graph_copies
         return OwnCache(num_copies * token_bytes, num_copies * own_bytes)

@@ -30,7 +30,8 @@ class Placement:
 
     Pages hold keys and values in `kv_dtype`, or in `dtype` if it is None. With `spread` a target's weights may be on
     other devices. Its KV and its outputs are on `device`. With `has_swaps` our kernels compute modules of a hosted
-    target where they agree with transformers' code. `ranks` share the target.
+    target where they agree with transformers' code. `ranks` share the target. With `has_graphs` forwards may be captured
+    as CUDA graphs.
     """
 
     device: torch.device
@@ -41,6 +42,7 @@ class Placement:
     has_swaps: bool = True
     ranks: Ranks = ALONE
     kv_dtype: torch.dtype | None = None
+    has_graphs: bool = False
 
     @property
     def dtype_name(self) -> str:

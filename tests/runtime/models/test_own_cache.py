@@ -1,5 +1,6 @@
 """Targets with their own cache: the trial that finds how they run, the size of the cache, and refusals."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,10 @@ class TestSizes:
         token = 4 * (16 + 8) * 4
         padded = token + token // 4  # two copies, each with a quarter of padding
         assert host_own_cache(tmp_path).config.own_cache == OwnCache(2 * padded, 2 * LEAST_PADDING * token)
+        captured = replace(placement(), has_graphs=True)  # two more copies, with the padding of graphs too
+        padded_twice, most = padded + padded // 4, 2 * LEAST_PADDING + 4 * LEAST_PADDING
+        found = load_target(open_target(tmp_path), captured, "transformers-cache").config.own_cache
+        assert found == OwnCache(2 * padded + 2 * padded_twice, most * token)
 
     def test_a_text_takes_memory_for_its_tokens_and_for_its_states(self, tmp_path: Path) -> None:
         """Both copies of a text's cache hold every token and every state."""
