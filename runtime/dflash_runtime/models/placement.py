@@ -30,8 +30,8 @@ class Placement:
 
     Pages hold keys and values in `kv_dtype`, or in `dtype` if it is None. With `spread` a target's weights may be on
     other devices. Its KV and its outputs are on `device`. With `has_swaps` our kernels compute modules of a hosted
-    target where they agree with transformers' code. `ranks` share the target. With `has_graphs` forwards may be captured
-    as CUDA graphs.
+    target where they agree with transformers' code. `ranks` share the target. With `has_graphs` forwards may be
+    captured as CUDA graphs.
     """
 
     device: torch.device
