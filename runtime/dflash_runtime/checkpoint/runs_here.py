@@ -49,7 +49,7 @@ cache."""
 WORDS: dict[TargetRuntime, str] = {
     "native": "natively",
     "transformers": "by transformers over our pages, in CUDA graphs on a GPU",
-    "transformers-cache": "very slowly, by transformers with its own cache",
+    "transformers-cache": "by transformers with its own cache, more slowly than over pages",
 }
 
 UNCAPTURED = "slowly, by transformers over our pages, without CUDA graphs: its code reads values on the host"
