@@ -77,6 +77,7 @@ def fake_vllm(tmp_path: Path) -> str:
     return str(tmp_path / "site")
 
 
+@pytest.mark.slow
 def test_vllm_is_measured_in_a_process_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fake_vllm: str
 ) -> None:

@@ -143,6 +143,7 @@ def test_products_of_the_triton_kernels_are_timed_one_by_one_and_together(
     assert len(capsys.readouterr().out.splitlines()[-1].split()) == 7
 
 
+@pytest.mark.slow
 def test_attention_is_timed_and_compared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -110,6 +110,7 @@ def test_plain_steps_with_prompts_write_context_kv_too() -> None:
         assert expected.any()
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.usefixtures("low_ridge")
 def test_a_step_with_too_many_prompts_runs_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
