@@ -30,7 +30,7 @@ EXPLAINS: Mapping[str, set[str]] = {
     "counters-reset": {"counters-incomplete", "counters-contradict", "counters-miscount"},
     "answers-from-a-store": {
         "counters-incomplete", "counters-miscount", "draft-off-under-load", "partly-drafted", "prefix-cache-unused",
-        "second-turn-not-cached", *NOT_DRAFTED,
+        "second-turn-not-cached", "seeds-ignored", *NOT_DRAFTED,
     },
     **{id: {"counters-reset", "counters-incomplete"} for id in FAILING},
     "prompts-cut": {
@@ -44,11 +44,14 @@ EXPLAINS: Mapping[str, set[str]] = {
         *LATER, "draft-fails-on-some-prompts", "repeat-lowers-acceptance", "acceptance-near-zero",
         "acceptance-low-everywhere", *REJECTED,
     },
+    "requests-refused": {"requests-fail"},
+    "repeat-raises-acceptance": {"acceptance-falls-within-answers"},
+    "repeat-lowers-acceptance": {"acceptance-falls-with-load", "acceptance-falls-within-answers", *REJECTED},
     "answers-not-repeatable": {"answers-change-with-load", "answers-change-beside-sampled"},
     "answers-change-with-load": {"answers-change-beside-sampled"},
     "temperature-zero-ignored": UNSTEADY,
     "answers-change-each-time": UNSTEADY,
-    "replicas-answer-differently": {*UNSTEADY, "logprobs-wrong", "draft-fails-on-some-prompts"},
+    "replicas-answer-differently": {*UNSTEADY, "seeds-ignored", "logprobs-wrong", "draft-fails-on-some-prompts"},
     "counters-contradict": {*SHAPES, *LOW, "acceptance-near-zero", "counters-incomplete", "counters-miscount"},
     "foreign-traffic": {"counters-miscount"},
     "active-adapter-lowers-acceptance": {

@@ -5,8 +5,10 @@ The HTTP library comes with huggingface_hub: httpx, or httpx2 from release 2. Bo
 
 import atexit
 import math
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     import asyncio
 
 TEMPORARY = (429, 500, 502, 503, 504)
+FULL = (429, 503)
+"""Statuses of a server with too many requests."""
 REDIRECTED = 300
 """A status from here on is a failure. Redirects are not followed, so the API key never reaches another server."""
 CLOSED = (401, 403)
@@ -92,6 +96,8 @@ class HttpClient:
         self._client = self._library.AsyncClient(headers=headers, timeout=timeout_s, limits=limits, verify=is_encrypted)
         self._count = threading.Lock()
         self.num_retried = 0
+        self.refusals: Counter[int] = Counter()
+        """Status of FULL -> answers with it."""
         self.ends_at = math.inf
 
     def close(self) -> None:
@@ -158,6 +164,8 @@ class HttpClient:
                 response = self._fetch(method, path, body)
                 status = response.status
                 trouble = f"answered {status}" if status in TEMPORARY else None
+                with self._count:
+                    self.refusals.update([status] if status in FULL else [])
             except self._library.ConnectError as error:
                 hint = "start the server, or correct the URL"
                 raise self._unreachable(path, "the connection was refused", hint, id="connection-refused") from error
@@ -246,6 +254,12 @@ def _reason(response: Answer) -> str:
     found = document.get("error", document) if isinstance(document, dict) else {}
     text = found.get("message") if isinstance(found, dict) else found
     return f": {' '.join(text.split())[:160]}" if isinstance(text, str) else ""
+
+
+def refused_status(message: str) -> int | None:
+    """The status of an answer, in an error's words, that a server with too many requests gives; None for others."""
+    found = re.search(r"\banswered (\d{3})\b", message)
+    return status if found and (status := int(found[1])) in FULL else None
 
 
 def base_url(url: str) -> str:

@@ -15,10 +15,10 @@ from dflash_cli.probing.server_counters import ServerCounters, ServerMetrics, re
 from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_cli.probing.tool_calls import ServedToolCall, read_call, read_streamed_call
 from dflash_runtime.documents import NOT_REQUIRED, Limits, from_json, to_json
-from dflash_runtime.errors import InvalidConfig, RequestError, UnsupportedError, UsageError
+from dflash_runtime.errors import InvalidConfig, RequestError, UnsupportedError
 from dflash_runtime.json_values import as_object, is_int
 from dflash_runtime.metrics import MAX_DRAFT_TOKENS
-from dflash_runtime.phrases import closest, shorten
+from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.probing.servers"
@@ -34,9 +34,10 @@ LOOKUPS = ("ngram", "lookup", "lookahead", "suffix")
 """Words in the names of methods that draft without a model."""
 MAX_MODELS, MAX_SHOWN_CHARS = 1000, 200
 
-Decoding = Literal["asked", "likeliest", "flat"]
+Decoding = Literal["asked", "likeliest", "flat", "whole"]
 LIKELIEST: Mapping[str, Any] = {"temperature": 0.01, "top_k": 1}
 FLAT: Mapping[str, Any] = {"temperature": 2.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+WHOLE: Mapping[str, Any] = {**FLAT, "temperature": 1.0}
 """Fields of these ways of decoding, under the names that all engines share."""
 
 Drafts = Annotated[int, Limits(least=0, below=MAX_DRAFT_TOKENS + 1)]
@@ -56,7 +57,10 @@ class ServerFacts:
     draft: Annotated[str | None, "the draft that the server was started with"] = None
     method: Annotated[str | None, NOT_REQUIRED, "the way of drafting, as the server writes it"] = None
     max_concurrency: Annotated[int | None, "requests that the server runs at the same time"] = None
+    max_queued: Annotated[int | None, NOT_REQUIRED, "requests that wait at most; the server refuses more"] = None
     max_len: Annotated[int | None, NOT_REQUIRED, "longest prompt and answer, in tokens"] = None
+    end_ids: Annotated[tuple[int, ...], NOT_REQUIRED, "tokens that end an answer, as the server tells"] = ()
+    recognised_by: Annotated[str | None, NOT_REQUIRED, "the sign of the engine"] = None
     kv_dtype: Annotated[str | None, NOT_REQUIRED, "data type of keys and values, as the server writes it"] = None
     has_prefix_cache: Annotated[bool | None, NOT_REQUIRED, "whether the prefix cache is switched on"] = None
     cache_block: Annotated[int | None, NOT_REQUIRED, "tokens of a block of the prefix cache"] = None
@@ -86,6 +90,7 @@ class ServerFacts:
             for name, most in (
                 ("num_draft_tokens", MAX_DRAFT_TOKENS),
                 ("max_concurrency", MAX_CONCURRENCY),
+                ("max_queued", MAX_CONCURRENCY),
                 ("max_len", MAX_LEN),
                 ("cache_block", MAX_LEN),
                 ("undrafted_slots", MAX_CONCURRENCY),
@@ -121,6 +126,7 @@ class ServedAnswer:
     """One answer. A field is None if the answer does not report it.
 
     finish_reason     `length`, one of ABORTED, or another word for `stop`
+    end_id            the token that ended the answer, by the server
     steps             the verify steps
     num_steps         sums over the steps, for servers that report sums only; the engine's file says more
     num_accepted
@@ -138,6 +144,7 @@ class ServedAnswer:
     token_ids: tuple[Annotated[int, Limits(least=0, below=1 << 31)], ...]
     text: str
     finish_reason: str
+    end_id: Annotated[int, Limits(least=0, below=1 << 31)] | None = None
     steps: ServedSteps | None = None
     num_steps: Steps | None = None
     num_accepted: Steps | None = None
@@ -161,7 +168,7 @@ class Variant:
     leaves_defaults  names no penalty, so that the server's own sampling settings apply
     json_schema      the answer is an instance of this schema
     decoding         `likeliest` asks for the likeliest tokens without a temperature of 0; `flat` asks for tokens at a
-                     high temperature of the whole vocabulary
+                     high temperature of the whole vocabulary, `whole` at temperature 1
     """
 
     is_plain: bool = False
@@ -193,6 +200,8 @@ class InferenceServer(ABC):
     title: ClassVar[str]
     owner: ClassVar[str]
     """`owned_by` of the models that such a server lists at `/v1/models`."""
+    own_fields: ClassVar[Mapping[str, str]]
+    """Path -> a field that only this engine's document there has."""
     counter_names: ClassVar[Mapping[str, str]]
     """The engine's names for fields of `ServerCounters`."""
     load_names: ClassVar[Mapping[str, str]] = {}
@@ -205,6 +214,8 @@ class InferenceServer(ABC):
     """The options for reporting the steps of each answer."""
     drafts_every_step: ClassVar[bool] = True
     """Whether a sound server drafts in every step. Some drop drafts of low probability."""
+    takes_seed: ClassVar[bool] = True
+    """Whether a sampled request names its seed."""
     can_score: ClassVar[bool] = False
     """Whether `score` works."""
     neutral: ClassVar[Mapping[str, Any]] = {}
@@ -212,9 +223,10 @@ class InferenceServer(ABC):
     can_answer_plainly: ClassVar[bool] = False
     """Whether `answer` and `told_logprobs` can draft nothing, and read no cache."""
 
-    def __init__(self, client: HttpClient, model: str) -> None:
+    def __init__(self, client: HttpClient, model: str, *, recognised_by: str | None = None) -> None:
         self.client = client
         self.model = model
+        self.recognised_by = recognised_by
         self.readings: list[ServerMetrics] = []
         """Every reading of the metrics, in order of time."""
 
@@ -235,8 +247,8 @@ class InferenceServer(ABC):
     def sampling_fields(self, asked: Asked, variant: Variant) -> Mapping[str, Any]:
         """The temperature, and for a greedy request that does not leave the server's own settings `neutral`."""
         neutral = {} if asked.temperature or variant.leaves_defaults else self.neutral
-        own = {"asked": {"temperature": asked.temperature}, "likeliest": LIKELIEST, "flat": FLAT}[variant.decoding]
-        return {**own, **neutral}
+        fields = {"likeliest": LIKELIEST, "flat": FLAT, "whole": {**self.neutral, **WHOLE}}
+        return {**fields.get(variant.decoding, {"temperature": asked.temperature}), **neutral}
 
     def without_adapter(self) -> "InferenceServer | None":
         """The same server, asked without its active adapter. None if requests cannot leave the adapter out."""
@@ -359,55 +371,6 @@ def server_engines() -> list[str]:
     return sorted(SERVERS)
 
 
-def check_engine(name: str) -> None:
-    """Refuse a name that is neither `auto` nor an engine with a file in `servers/`.
-
-    Raises:
-        UsageError: names all engines.
-    """
-    known = ("auto", *server_engines())
-    if name not in known:
-        close = closest(name, known)
-        hint = f"did you mean {close}?" if close else None
-        raise UsageError(field="--engine", found=name, expected=", ".join(known), hint=hint)
-
-
-def open_server(client: HttpClient, *, engine: str = "auto", model: str | None = None) -> InferenceServer:
-    """The server at the client's URL. With `auto`, its list of models names the engine.
-
-    Raises:
-        UnsupportedError: the server's engine is unknown.
-        UsageError: the engine's name is unknown, or the server does not serve the model.
-        ServerUnreachable: the server does not answer.
-    """
-    check_engine(engine)
-    known = server_engines()
-    models = _models(client)
-    names = [shorten(str(item.get("id")), MAX_SHOWN_CHARS) for item in models[:MAX_MODELS]]
-    if model is not None and names and model not in names:
-        raise UsageError(field="--served-model", found=model, expected=f"a model of {client.url}: {', '.join(names)}")
-    chosen = model or (names[0] if names else "default")
-    if engine != "auto":
-        return SERVERS[engine](client, chosen)
-    owners = {shorten(str(item.get("owned_by")), MAX_SHOWN_CHARS) for item in models[:MAX_MODELS]}
-    for name in known:
-        if SERVERS[name].owner in owners:
-            return SERVERS[name](client, chosen)
-    found = f"models of {', '.join(sorted(owners))}" if owners else "no list of models at /v1/models"
-    raise UnsupportedError(
-        f"found {found}, expected a server of {', '.join(known)}",
-        id="unknown-server",
-        path=client.url,
-        found=sorted(owners),
-        hint="name the engine with --engine",
-    )
-
-
-def _models(client: HttpClient) -> list[Mapping[str, Any]]:
-    data = as_object(client.find("/v1/models")).get("data")
-    return [item for item in data if isinstance(item, dict)] if isinstance(data, list) else []
-
-
 class ServerTokenizer(Tokenizer):
     """A tokenizer that sends every text to a server."""
 
@@ -445,6 +408,11 @@ def steps_of(histograms: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
     return [(name, place) for name, histogram in items for place, count in enumerate(histogram) for _ in range(count)]
 
 
+def as_id(value: object) -> int | None:
+    """The value if it is a token id."""
+    return value if is_int(value) and 0 <= value < 1 << 31 else None
+
+
 def ids_of(document: Any, name: str = "tokens") -> list[int]:
     """The list of token ids in a document's field.
 
@@ -453,6 +421,6 @@ def ids_of(document: Any, name: str = "tokens") -> list[int]:
         TypeError: the field is not a list of integers.
     """
     found = document[name]
-    if not isinstance(found, list) or not all(is_int(item) and 0 <= item < 1 << 31 for item in found):
+    if not isinstance(found, list) or None in map(as_id, found):
         raise TypeError(f"{name} is not a list of token ids")
     return found

@@ -16,7 +16,8 @@ from dflash_cli.generation.prompt_sets import default_prompts, read_prompts
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer, template_arguments
 from dflash_cli.probing.http_client import HttpClient
-from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerTokenizer, check_engine, open_server
+from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerTokenizer
+from dflash_cli.probing.recognition import check_engine, open_server
 from dflash_cli.probing.served_faults import known_faults
 from dflash_cli.probing.server_run import ServerRequest
 from dflash_cli.probing.token_equality import NEAR_TIE_NATS
@@ -24,6 +25,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.options import GateOptions, PromptOptions, ResumableOptions, VerdictOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option
 from dflash_cli.terminal.sampling_options import TemperatureOptions
+from dflash_runtime.checkpoint.tokenizer import find_stop_ids
 from dflash_runtime.errors import UsageError
 
 ANY_TARGET = "the served target"
@@ -37,7 +39,7 @@ class ProbeOptions(TemperatureOptions, VerdictOptions, PromptOptions, ResumableO
         str,
         Option(
             short="-e", metavar="NAME", group=ESSENTIALS,
-            help="Engine of the server: vllm, sglang or llama.cpp. auto: as in the server's list of models.",
+            help="Engine of the server: vllm, sglang or llama.cpp. auto: by its models, metrics, documents or answers.",
         ),
     ] = "auto"  # fmt: skip
     served_model: Annotated[
@@ -145,6 +147,7 @@ class ProbePlan:
     """The requests to a server, and the results to compare with.
 
     ends_at        the end of the probe, in seconds of `time.monotonic`
+    end_ids        tokens that end a text of the target given as --target
     beside         another server that gets the same requests
     known_faults   findings of rules about the checkpoint on this engine
     """
@@ -154,6 +157,7 @@ class ProbePlan:
     source: PromptSource
     options: ProbeOptions
     ends_at: float
+    end_ids: tuple[int, ...] = ()
     beside: InferenceServer | None = None
     known_faults: Sequence[str] = ()
 
@@ -215,6 +219,7 @@ def open_probe(url: str, options: ProbeOptions) -> Iterator[ProbePlan]:
             source=choice.source,
             options=options,
             ends_at=ends_at,
+            end_ids=_end_ids(options),
             beside=beside,
             known_faults=known_faults(options.draft, options.target, server),
         )
@@ -234,6 +239,17 @@ def _tokenizer(server: InferenceServer, options: ProbeOptions) -> Tokenizer:
             hint="leave out --target to use the server's tokenizer",
         )
     return found
+
+
+def _end_ids(options: ProbeOptions) -> tuple[int, ...]:
+    """The tokens that end a text of the target, by its own files; empty without --target."""
+    if options.target is None:
+        return ()
+    path = fetch_directory(options.target, Role.TARGET)
+    # Help pages import this module too, and must stay fast.
+    from dflash_cli.checkpoints.opening import open_target
+
+    return find_stop_ids(open_target(path), find_tokenizer(path))
 
 
 def _key(name: str | None, option: str) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_cli.comparing.result_comparison import Comparison
+from dflash_cli.probing.answer_ends import find_past_end
 from dflash_cli.probing.answer_findings import find_answer_faults, find_stored_answers
 from dflash_cli.probing.attribution import is_lower_under_load
 from dflash_cli.probing.draft_findings import MIN_STEPS, find_draft_faults
@@ -44,6 +45,7 @@ def find_in_runs(
     yield from find_draft_faults(facts, runs)
     yield from find_answer_faults(runs[0])
     yield from find_stored_answers(runs)
+    yield from find_past_end(facts, runs)
     if not off:
         yield from _lower_under_load(loads, equalities)
     yield from _unequal(facts, equalities)
@@ -214,7 +216,8 @@ def _counters(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
             severity="warning",
             seen=notes["requests-not-counted"],
             follows="the counters are late, or another server gives the answers; a restart would make counters fall",
-            next="repeat the probe with --concurrency 1, which reads the counters after each answer",
+            next="repeat the probe with --concurrency 1, which reads the counters after each answer; behind a "
+            "balancer, probe each replica at its own address",
         )
     if "counters-rounded" in notes:
         yield ServedFinding(

@@ -13,8 +13,10 @@ from dflash_cli.comparing.result_comparison import Comparison, compare_results
 from dflash_cli.generation.answers import Event
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation
+from dflash_cli.probing.admission import find_refusals
 from dflash_cli.probing.attribution import Attribution, Evidence, attribute
 from dflash_cli.probing.explained_findings import UNREPEATABLE, drop_explained
+from dflash_cli.probing.http_client import ServerUnreachable
 from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
 from dflash_cli.probing.probe_options import ProbePlan
 from dflash_cli.probing.question import QuestionReport, QuestionSession
@@ -42,6 +44,8 @@ RUNS_SHARE, QUESTIONS_SHARE = 0.95, 0.5
 and a run with one request at a time gets 1."""
 TRIAL_LEN = 16
 """Tokens of the one answer before the measurement."""
+NOT_BY_LOAD = {"acceptance-falls-with-time", "repeat-lowers-acceptance"}
+"""Findings which say that the load is not the reason of a fall."""
 BESIDE = "beside"
 """The name of the run of the other server."""
 Observe = Callable[[str], Callable[[Event], None]]
@@ -120,6 +124,7 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     looks = [look_at(request.server) for _ in range(NUM_LOOKS)]
     num_before = len(request.server.readings)
     facts = _try_out(request.server, request.asking, looks)
+    facts = replace(facts, end_ids=tuple(sorted({*facts.end_ids, *request.end_ids})))
     others = None if request.beside is None else _try_out(request.beside, request.asking, [request.beside.describe()])
     _check_journals(request, facts, others)
     numbers = _in_reach(request.options.concurrency, facts)
@@ -130,6 +135,7 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
         for number, end in zip(numbers, ends, strict=False)
     ]
     runs = [run for run in runs if run.answers or run.failed] or runs[:1]
+    _check_answered(request.server, runs[0])
     beside = None
     if request.beside is not None and others is not None:
         beside = _run(request, request.beside, others, BESIDE, number_beside[0], ends[-1], observe)
@@ -143,7 +149,7 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     evidence = Evidence(
         facts=facts,
         runs=runs,
-        loads=[] if "acceptance-falls-with-time" in found_later else loads,
+        loads=[] if found_later & NOT_BY_LOAD else loads,
         yardsticks=yardsticks,
         equalities=[] if found_later & UNREPEATABLE else alike,
         yardstick_equalities=unlike,
@@ -166,6 +172,20 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
         known_faults=tuple(request.known_faults),
         notes=tuple(_notes(request, facts, runs)),
     )
+
+
+def _check_answered(server: InferenceServer, run: ServerRun) -> None:
+    """Refuse a first run in which the server refused each request.
+
+    Raises:
+        ServerUnreachable: with the statuses.
+    """
+    if run.refusals and not run.answers:
+        statuses = ", ".join(map(str, run.refusals))
+        hint = "give a smaller --concurrency, or look in the server's log"
+        raise ServerUnreachable(
+            f"answered {statuses} to each prompt", id="no-answer", path=server.client.url, hint=hint
+        )
 
 
 def _share_time(request: ProbePlan, numbers: Sequence[int]) -> list[float]:
@@ -203,6 +223,7 @@ def _findings(
     """All findings that no other finding explains."""
     found = [
         *find_in_runs(request.server, evidence.facts, evidence.runs, evidence.loads, evidence.equalities),
+        *find_refusals(evidence.facts, evidence.runs, request.options.concurrency),
         *(item for question in questions for item in question.findings),
     ]
     unlike = unlike_answers(evidence.runs[0]) if any(item.id == "several-replicas" for item in identity) else []
@@ -238,6 +259,7 @@ def _try_out(server: InferenceServer, asking: ServerRequest, looks: Sequence[Ser
         UnsupportedError: the server does not report acceptance.
     """
     facts = next((item for item in looks if item.is_drafting), looks[-1])
+    facts = replace(facts, recognised_by=server.recognised_by)
     steps, num_draft_tokens, method = None, None, None
     for row in asking.rows:
         try:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,7 @@ from dflash_cli.generation.answers import Answer, Event
 from dflash_cli.generation.prompt_source import Failure
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_cli.probing.http_client import ServerUnreachable, TimeIsUp
+from dflash_cli.probing.http_client import ServerUnreachable, TimeIsUp, refused_status
 from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerFacts
 from dflash_cli.probing.run_figures import Origin, Rows, conversations_of, count_run, find_disagreement, pool_run
 from dflash_cli.probing.run_load import NO_LOAD, RunLoad
@@ -34,6 +35,8 @@ FOREIGN = {"other-clients-counted", "steps-of-other-clients", "step-counts-diffe
 """Ids of notes that say so."""
 GLANCES = (1, 4)
 """Places of answers after which the metrics are read."""
+MIN_ENDED = 2
+"""Answers of a run that end with one token, from which it is an end token."""
 MAX_FAILED_IN_A_ROW = 3
 """After this many unanswered prompts in a row the run ends."""
 
@@ -107,6 +110,10 @@ class ServerRun:
     """Prompt -> the server's id of its answer."""
     read_lengths: Annotated[tuple["ReadLength", ...], HIDDEN] = ()
     load: Annotated[RunLoad, HIDDEN] = NO_LOAD
+    refusals: Annotated[Mapping[int, int], HIDDEN] = field(default_factory=dict)
+    """Status of a server with too many requests -> answers with it, retries included."""
+    end_ids: Annotated[frozenset[int], HIDDEN] = frozenset()
+    """Tokens that ended several answers, as the answers tell."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", round(self.seconds, 6))
@@ -117,7 +124,8 @@ class ServerRun:
         """Whether a token was drafted; null if neither answers nor counters show it."""
         if self.total.counts.num_drafts > 0:
             return True
-        return False if self.counted is not None or not self.has_counters else None
+        is_unanswered = bool(self.failed) and not self.answers
+        return False if not is_unanswered and (self.counted is not None or not self.has_counters) else None
 
     @property
     def includes_others(self) -> bool:
@@ -157,6 +165,12 @@ def _late(num_late: int, request: ServerRequest) -> list[Notice]:
     num_rows = len(request.rows)
     text = f"{num_rows - num_late} of {num_rows} prompts asked: the time given by --max-time has passed"
     return [Notice(text, id="time-is-up")] if num_late else []
+
+
+def _end_ids(found: Rows) -> frozenset[int]:
+    """Tokens that ended MIN_ENDED answers or more. A token that a request stops at may end a single one."""
+    told = Counter(served.end_id for _, served in found if served.end_id is not None)
+    return frozenset(token for token, count in told.items() if count >= MIN_ENDED)
 
 
 def _sums(found: Rows) -> dict[tuple[int, ...], tuple[int, int]]:
@@ -204,6 +218,7 @@ def run_server(
     settings = {"engine": facts.engine, "model": facts.model, "concurrency": concurrency}
     settings |= _facts(facts, request.asked, chat=request.chat)
     whole_end, num_retried = server.client.ends_at, server.client.num_retried
+    refused_before = Counter(server.client.refusals)
     server.client.ends_at = min(whole_end, request.ends_at)
     watch = CounterWatch(server, before) if concurrency == 1 and before is not None and before.is_exact else None
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
@@ -247,11 +262,18 @@ def run_server(
             for answer, served in found
             if served.num_prompt is not None
         ),
+        refusals=(server.client.refusals - refused_before) or _refusals(failures),
+        end_ids=_end_ids(found),
         load=RunLoad.of([] if num_extra else found, server.readings[num_readings:]),
         failed=tuple(failures),
         notes=(*notes, *why, *find_disagreement(origin, total, counted, num_resumed), *_late(num_late, request)),
         seconds=time.perf_counter() - started,
     )
+
+
+def _refusals(failures: Sequence[Failure]) -> Counter[int]:
+    """Failures by status of a server with too many requests."""
+    return Counter(status for item in failures if (status := refused_status(item.error)) is not None)
 
 
 def _glancing(
@@ -314,7 +336,7 @@ def _ask_all(
     for _ in range(min(concurrency, len(rows))):
         Thread(target=work, daemon=True).start()
     try:
-        yield from _collect(done, len(rows), request)
+        yield from _collect(done, len(rows), request, is_loaded=concurrency > 1)
     finally:
         with suppress(Empty):
             while True:
@@ -322,9 +344,9 @@ def _ask_all(
 
 
 def _collect(
-    done: "SimpleQueue[tuple[PromptRow, Rows | Exception]]", num_rows: int, request: ServerRequest
+    done: "SimpleQueue[tuple[PromptRow, Rows | Exception]]", num_rows: int, request: ServerRequest, *, is_loaded: bool
 ) -> Iterator[Rows | Failure | TimeIsUp]:
-    """The items of `done` as they arrive.
+    """The items of `done` as they arrive. With several requests at a time, refusals for too many do not end the run.
 
     Raises:
         ServerUnreachable: several prompts in a row got no answer.
@@ -337,7 +359,8 @@ def _collect(
             continue
         if isinstance(found, ServerUnreachable):
             num_failed += 1
-            if num_failed >= min(MAX_FAILED_IN_A_ROW, num_rows):
+            is_full = is_loaded and refused_status(found.message) is not None
+            if num_failed >= min(MAX_FAILED_IN_A_ROW, num_rows) and not is_full:
                 raise _gone(found, num_done, request) from found
         if isinstance(found, DFlashError):
             yield Failure(row.index, row.id, f"{row.where}: {found.message}", exit_code=found.exit_code)

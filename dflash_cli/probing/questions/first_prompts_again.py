@@ -1,14 +1,17 @@
-"""Ask the first prompts again, one at a time and after all other questions: does acceptance fall with time?
+"""Ask the first prompts again, one at a time and after all other questions: does acceptance change with time?
 
 Every comparison of a later condition with the first run is also a comparison of a later time. The same greedy answer
-of a sound server has the same steps at any time. If it has not, load, context and sampling are not the reason.
+of a sound server has the same steps at any time. If it has not, load, context and sampling are not the reason. Prompts
+that are new to the server then tell the time from the repeat.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dflash_cli.generation.answers import Answer
 from dflash_cli.probing.changing_answers import explain_changes
+from dflash_cli.probing.fresh_prompts import HIGHER, find_repeats
 from dflash_cli.probing.question import LAST, QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.token_equality import TokenText, Turn, compare_texts
@@ -31,7 +34,7 @@ class Again:
     def share(self) -> float:
         """Accepted draft tokens per step now, as a share of the first run's."""
         before, now = (number / max(1, steps) for number, steps in zip(self.accepted, self.steps, strict=True))
-        return now / before if before else 1.0
+        return now / before if before else math.inf if now else 1.0
 
 
 @QUESTIONS.register(LAST)
@@ -46,12 +49,16 @@ def ask(session: QuestionSession) -> Outcome:
         return Outcome(seen="no answer has the same tokens and known steps again", findings=findings)
     before, now, falls = _figures(session, pairs)
     falls = falls and not _chooses_widths(session)
-    if falls:
+    repeats: list[ServedFinding] = []
+    if falls or _rises(session, pairs):
+        repeats = list(find_repeats(session))
+    if falls and not repeats:
         pairs += [(item, _again(session, item)) for item in answers[MORE]]
         before, now, falls = _figures(session, pairs)
     seen = f"{before:.2f} tokens per step in the first run, {now:.2f} at the end, alone, for the same "
     seen += plural(len(_alike(session, pairs)), "answer")
-    if falls:
+    findings += repeats
+    if falls and not repeats:
         findings.append(
             ServedFinding(
                 id="acceptance-falls-with-time",
@@ -101,6 +108,14 @@ def _figures(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnsw
     num_lower = sum(item.share < 1 for item in alike)
     falls = now < LOWER * before and num_lower >= MOST * len(alike) and steps[1] >= MIN_STEPS and len(alike) > 1
     return 1 + before, 1 + now, falls
+
+
+def _rises(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnswer]]) -> bool:
+    """Whether most answers accept surely more than in the first run."""
+    alike = _alike(session, pairs)
+    before, now, _ = _figures(session, pairs)
+    num_higher = sum(item.share > HIGHER for item in alike)
+    return now - 1 > HIGHER * (before - 1) and num_higher >= MOST * len(alike) and len(alike) > 1
 
 
 def _changed(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnswer]]) -> Iterator[ServedFinding]:

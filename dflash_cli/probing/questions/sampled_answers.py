@@ -1,19 +1,21 @@
 """Ask for sampled answers: are they drafted, and are they sampled at all? Most users sample.
 
 An engine may draft greedy requests alone, or verify every request greedily. A target that is sure of its text gives the
-greedy answer at a moderate temperature as well. A high temperature over the whole vocabulary then decides.
+greedy answer at a moderate temperature as well. A high temperature over the whole vocabulary then decides. If answers
+differ, `sampled_choices` says whether more than their first tokens are sampled.
 """
 
 from collections.abc import Iterator, Sequence
 
 from dflash_cli.probing.inference_server import MEASURED, Variant
 from dflash_cli.probing.question import QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession, pooled_length
+from dflash_cli.probing.sampled_choices import find_greedy_choices, is_surely_greedy
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.undrafted_kinds import find_undrafted
 from dflash_runtime.phrases import plural
 
 NUM_ANSWERS, ANSWER_LEN, TEMPERATURE = 3, 64, 0.7
-FLAT, NUM_FLAT, MIN_FLAT_TOKENS = Variant(decoding="flat"), 8, 64
+FLAT, FLAT_TEMPERATURE, NUM_FLAT, MIN_FLAT_TOKENS = Variant(decoding="flat"), 2.0, 8, 64
 """Tokens at a high temperature that a sampling server gives as the greedy ones with hardly any probability."""
 
 
@@ -24,7 +26,7 @@ def ask(session: QuestionSession) -> Outcome:
         raise NotJudged("the measured answers are sampled already")
     found = [session.ask(item, ANSWER_LEN, MEASURED, TEMPERATURE) for item in session.prompts[:NUM_ANSWERS]]
     length, num_steps = pooled_length(found)
-    ignored = list(_ignored(session, found))
+    ignored = list(_ignored(session, found)) or list(find_greedy_choices(session))
     if any(item.num_steps is None for item in found) and not ignored:
         raise NotJudged("the steps of an answer are not known")
     shown = "no verify step" if length is None else f"{length:.2f} tokens per step ({num_steps} steps)"
@@ -40,7 +42,9 @@ def _ignored(session: QuestionSession, found: Sequence[CountedAnswer]) -> Iterat
         return
     prompts = enumerate(session.prompts[:NUM_FLAT])
     flat = [session.ask(item, ANSWER_LEN, FLAT, seed=place + 1) for place, item in prompts]
-    if _are_greedy(session, flat) and sum(item.num_tokens for item in flat) >= MIN_FLAT_TOKENS:
+    if sum(item.num_tokens for item in flat) < MIN_FLAT_TOKENS or not _are_greedy(session, flat):
+        return
+    if is_surely_greedy(session, flat, FLAT_TEMPERATURE):
         yield ServedFinding(
             id="temperature-ignored",
             severity="error",

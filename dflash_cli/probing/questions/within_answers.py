@@ -2,7 +2,8 @@
 
 A draft that loses the tokens it has generated drafts well at first, and later no draft token is accepted. The beginning
 of a greedy answer is the same text, so the difference of both counts belongs to the rest. Answers often begin with set
-phrases, so a fall is named only if almost nothing is accepted in the last thirds.
+phrases, so a fall is named only if almost nothing is accepted in the last thirds. Before that, whole answers are asked
+again, so that beginnings and whole answers are repeats alike.
 
 A draft that sees only the prompt drafts well in one step alone. If hardly anything is accepted, the beginning is asked
 again with as many tokens as one step can commit.
@@ -54,7 +55,7 @@ def ask(session: QuestionSession) -> Outcome:
         return _ask_one_step(session, long[ALL], seen)
     if early < SOUND or late - 1 >= LOWER * (early - 1):
         return _see_last_quarters(session, long, seen)
-    thirds = [_split(session, answer, 2 * len(answer.output.token_ids) // 3) for answer in long[ALL]]
+    thirds = [_split(session, answer, 2 * len(answer.output.token_ids) // 3, is_again=True) for answer in long[ALL]]
     ends = [item for item in thirds if item is not None]
     if len(ends) < MIN_ANSWERS:
         raise NotJudged(f"{plural(len(ends), 'answer')} began with the same text again")
@@ -89,7 +90,7 @@ def _ask_one_step(session: QuestionSession, answers: Sequence[Answer], seen: str
     """Whether the first step after the prompt is good and later ones are not."""
     known = session.facts.num_draft_tokens or session.first.total.counts.num_speculative_tokens
     size = min(START, (known or START) + 1)
-    splits = [_split(session, answer, size) for answer in answers]
+    splits = [_split(session, answer, size, is_again=True) for answer in answers]
     found = [item for item in splits if item is not None]
     if len(found) < MIN_ANSWERS:
         return Outcome(seen=seen)
@@ -126,15 +127,18 @@ def _fall(seen: str, follows: str) -> ServedFinding:
     )
 
 
-def _split(session: QuestionSession, answer: Answer, size: int) -> SplitAnswer | None:
-    """The answer's first `size` tokens and the rest; None if it begins with other tokens now."""
+def _split(session: QuestionSession, answer: Answer, size: int, *, is_again: bool = False) -> SplitAnswer | None:
+    """The answer's first `size` tokens and the rest; None if it begins with other tokens now.
+
+    With `is_again` the whole answer is asked again, too, because a server may draft repeated prompts in another way.
+    """
     prompt_ids, token_ids = answer.output.prompt_token_ids, answer.output.token_ids
     start = session.ask(prompt_ids, size)
     if start.served.token_ids != token_ids[:size]:
         return None
     lengths = answer.output.acceptance_lengths
     whole = _kept(sum(lengths) - len(lengths), len(lengths), len(token_ids))
-    if not lengths:
+    if is_again or not lengths:
         again = session.ask(prompt_ids, len(token_ids))
         whole = _kept(again.num_accepted, again.num_steps, len(token_ids))
     begun = _kept(start.num_accepted, start.num_steps, size)

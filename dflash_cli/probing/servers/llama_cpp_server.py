@@ -17,6 +17,7 @@ two tokens: a draft must leave room for the target's own token.
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ from dflash_cli.probing.inference_server import (
 )
 from dflash_cli.probing.own_penalties import own_penalties
 from dflash_cli.probing.told_logprobs import ToldLogprobs
+from dflash_runtime.errors import DFlashError
 from dflash_runtime.json_values import as_object, is_int, is_number
 from dflash_runtime.phrases import shorten
 
@@ -41,6 +43,8 @@ COMPLETION, TOKENIZE, TEMPLATE = "/completion", "/tokenize", "/apply-template"
 NO_DRAFT = ("", "none")
 METHODS, MOST = ("speculative.types", "speculative.type"), "speculative.n_max"
 """Settings of an answer: the method of drafting, by its names of two releases, and K of earlier releases."""
+MAX_END_IDS = 2
+"""Ids of an end token's text: a token that begins any text, and the end token. Ordinary text has more."""
 PIECE = 2
 """Tokens of the longest answer that is not drafted."""
 
@@ -52,6 +56,7 @@ class LlamaCppServer(InferenceServer):
     name = "llama.cpp"
     title = "llama.cpp"
     owner = "llamacpp"
+    own_fields: ClassVar[Mapping[str, str]] = {"/props": "default_generation_settings"}
     counter_names: ClassVar[Mapping[str, str]] = {
         "num_drafts": "llamacpp:spec_decode_num_drafts",
         "num_draft_tokens": "llamacpp:spec_decode_num_draft_tokens",
@@ -81,6 +86,8 @@ class LlamaCppServer(InferenceServer):
     def num_requests_of(self, num_tokens: int, variant: Variant) -> int:
         return math.ceil(num_tokens / PIECE) if variant.is_plain and not self.plain_fields else 1
 
+    _end: tuple[int, ...] | None = None
+    """The token that ends answers; None before it was looked for."""
     _active: tuple[Mapping[str, Any], ...] = ()
     """The adapters that the server applies to each request."""
     _scales: tuple[Mapping[str, Any], ...] = ()
@@ -99,9 +106,19 @@ class LlamaCppServer(InferenceServer):
             max_len=as_object(props.get("default_generation_settings")).get("n_ctx"),
             cache_block=1,
             active_adapter=self._find_active(),
+            end_ids=self._find_end(props.get("eos_token")),
             own_penalties=own_penalties(defaults, self.neutral),
             undrafted_slots=slots.count(False) if any(slots) else None,
         )
+
+    def _find_end(self, text: object) -> tuple[int, ...]:
+        """The token of the text that `/props` names as the end, behind the special tokens that begin any text."""
+        if self._end is None and isinstance(text, str) and text:
+            self._end = ()
+            with suppress(DFlashError):
+                ids = self.encode(text)
+                self._end = tuple(ids[-1:]) if len(ids) <= MAX_END_IDS else ()
+        return self._end or ()
 
     def _find_active(self) -> str | None:
         """The adapters with a scale other than 0, by `/lora-adapters`, with their scales."""

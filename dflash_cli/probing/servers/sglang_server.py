@@ -17,6 +17,7 @@ from dflash_cli.probing.inference_server import (
     ServedSteps,
     ServerFacts,
     Variant,
+    as_id,
     ids_of,
 )
 from dflash_cli.probing.listed_adapters import adapters_of, parent_of, with_model
@@ -43,6 +44,9 @@ class SglangServer(InferenceServer):
     name = "sglang"
     title = "SGLang"
     owner = "sglang"
+    own_fields: ClassVar[Mapping[str, str]] = {
+        "/server_info": "speculative_algorithm", "/get_server_info": "speculative_algorithm",
+    }  # fmt: skip
     counter_names: ClassVar[Mapping[str, str]] = {
         "num_drafts": "sglang:spec_verify_calls",
         "num_requests": "sglang:num_requests",
@@ -55,6 +59,7 @@ class SglangServer(InferenceServer):
         "queue_s": "sglang:queue_time_seconds_sum",
     }
     can_score = True
+    takes_seed = False
     neutral: ClassVar[Mapping[str, Any]] = {
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     }  # fmt: skip
@@ -85,6 +90,7 @@ class SglangServer(InferenceServer):
             draft=found.get("speculative_draft_model_path"),
             method=found.get("speculative_algorithm"),
             max_concurrency=found.get("max_running_requests"),
+            max_queued=found.get("max_queued_requests"),
             max_len=_longest(found),
             kv_dtype=found.get("kv_cache_dtype"),
             has_prefix_cache=_opposite(found.get("disable_radix_cache")),
@@ -151,6 +157,7 @@ def _read_answer(document: Any) -> ServedAnswer:
         token_ids=tuple(ids_of(document, "output_ids")),
         text=document["text"],
         finish_reason=meta["finish_reason"]["type"],
+        end_id=as_id(meta["finish_reason"].get("matched")),
         steps=ServedSteps.of_histogram(histogram) if histogram else None,
         num_steps=meta.get("spec_verify_ct"),
         num_accepted=_first(meta, ACCEPTED),

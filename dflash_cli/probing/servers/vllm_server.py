@@ -17,6 +17,7 @@ from dflash_cli.probing.inference_server import (
     ServedSteps,
     ServerFacts,
     Variant,
+    as_id,
     ids_of,
     steps_of,
 )
@@ -38,6 +39,7 @@ class VllmServer(InferenceServer):
     name = "vllm"
     title = "vLLM"
     owner = "vllm"
+    own_fields: ClassVar[Mapping[str, str]] = {SETTINGS: "vllm_config"}
     counter_names: ClassVar[Mapping[str, str]] = {
         "num_drafts": "vllm:spec_decode_num_drafts",
         "num_draft_tokens": "vllm:spec_decode_num_draft_tokens",
@@ -143,6 +145,7 @@ def _read_answer(document: Any) -> ServedAnswer:
         token_ids=tuple(ids_of(choice, "token_ids")),
         text=choice["text"],
         finish_reason=choice["finish_reason"],
+        end_id=as_id(choice.get("stop_reason")),
         steps=_steps(document),
         num_draft_tokens=_acceptance(document).get("num_spec_tokens"),
         num_cached=as_object(usage.get("prompt_tokens_details")).get("cached_tokens"),

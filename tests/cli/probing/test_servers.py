@@ -14,9 +14,9 @@ from dflash_cli.probing.inference_server import (
     Asked,
     InferenceServer,
     ServerTokenizer,
-    open_server,
     server_engines,
 )
+from dflash_cli.probing.recognition import open_server
 from dflash_cli.probing.server_run import ServerRequest, run_server
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 from dflash_testing.fake_engines import FakeEngine, K, Text, make_text

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-Fault = Literal["500", "501", "timeout", "garbage", "cut", "400"]
+Fault = Literal["500", "501", "503", "timeout", "garbage", "cut", "400"]
 Reports = Literal["nothing", "summary", "detailed"]
 K = 7
 Ids = tuple[int, ...]

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -263,6 +264,7 @@ class ScriptedClient:
 
     def __init__(self, script: Script) -> None:
         self.url, self.num_retried, self.ends_at = "http://scripted", 0, math.inf
+        self.refusals: Counter[int] = Counter()
         self._scripts = [script]
         for place in range(1, script.replicas):
             more: dict[str, Any] = {
@@ -308,7 +310,8 @@ class ScriptedClient:
         if path == "/v1/chat/completions":
             message, reason, count = self._call(script)
             return {"choices": [{"message": message, "finish_reason": reason}], "usage": {"completion_tokens": count}}
-        assert path == PATHS[script.style]
+        if path != PATHS[script.style]:
+            raise RequestError("answered 404", id="server-refused", found=404)
         return _complete(script, body)
 
     def post_text(self, path: str, body: Mapping[str, Any]) -> str:

@@ -1,0 +1,131 @@
+"""Faults of sampling, repeats, admission and ends of answers: named, and nothing else. Servers behind other names."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dflash_cli.probing.http_client import HttpClient, ServerUnreachable
+from dflash_cli.probing.probe_options import ProbeOptions, _end_ids
+from dflash_cli.probing.recognition import open_server
+from dflash_cli.probing.sampled_choices import Choice, Choices
+from dflash_testing.fake_engines import FakeEngine
+from dflash_testing.inference_servers import serving
+from dflash_testing.paths import ROOT
+from dflash_testing.refusals import refuses
+from dflash_testing.scripted_requests import Crowded, Drawing, Ending, Renamed, Repeating
+from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
+
+BARE: dict[str, Any] = {**L, "has_metrics": False}
+FAULTS: dict[str, tuple[Callable[[], Script], str, str]] = {
+    "67 sglang": (partial(Drawing, **S, drawn="first"), "temperature-ignored", "0 of 252"),
+    "67 vllm": (partial(Drawing, **STEPS, drawn="last of eight"), "temperature-ignored", "are expected"),
+    "67 llama.cpp": (partial(Drawing, **BARE, drawn="first"), "temperature-ignored", "0 of 252"),
+    "67 without log-probabilities": (
+        partial(Drawing, **STEPS, drawn="first", has_scores=False), "temperature-ignored", "at temperatures 1 and 2",
+    ),
+    "68 vllm": (partial(Drawing, **STEPS, has_one_seed=True), "seeds-ignored", "3 seeds"),
+    "69 llama.cpp": (partial(Repeating, **BARE), "repeat-raises-acceptance", "to new prompts"),
+    "69 vllm": (partial(Repeating, **V, rate=0.45), "repeat-raises-acceptance", "8.00 when each"),
+    "69 sglang": (partial(Repeating, **S, rate=0.3), "repeat-raises-acceptance", "8.00 when each"),
+    "70 sglang": (partial(Crowded, **S), "requests-refused", "with status 503"),
+    "70 llama.cpp": (partial(Crowded, **BARE), "requests-refused", "1 at a time none"),
+    "70 declared": (partial(Crowded, **S, most=5, declares=True), "requests-refused", "4 running requests and 1"),
+    "71 sglang": (partial(Ending, **S, behind=3), "answers-past-end", "3 tokens behind the end token 7"),
+    "71 vllm": (partial(Ending, **STEPS, behind=3), "answers-past-end", "that ends other answers"),
+    "71 llama.cpp": (partial(Ending, **BARE, behind=3), "answers-past-end", "the server or the model names"),
+}  # fmt: skip
+SLOW = {"67 llama.cpp", "69 vllm", "71 vllm", "70 llama.cpp"}
+"""Variants of other engines."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])
+def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, id, words = FAULTS[name]
+    found = probe_script(monkeypatch, make())
+    assert named(found) == {id}, [(item.id, item.seen) for item in found.findings]
+    assert words in found.findings[0].seen
+
+
+SOUND: dict[str, Callable[[], Script]] = {
+    "a target that samples": partial(Drawing, **STEPS),
+    "a target so sure that samples are greedy": partial(Drawing, **S, surest=30.0),
+    "answers that end": partial(Ending, **S),
+    "answers that end, without a word about the token": partial(Ending, **STEPS),
+    "a queue that nobody fills": partial(Crowded, **S, most=40, declares=True),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_server_has_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = probe_script(monkeypatch, SOUND[name]())
+    assert named(found) == set(), [(item.id, item.seen) for item in found.findings]
+
+
+def test_answers_that_ignore_the_end_token_may_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Ending(**S, behind=3)
+    found = probe_script(monkeypatch, script, questions=False, ignore_eos=True)
+    assert named(found) == set()
+
+
+def test_a_run_with_refusals_keeps_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = probe_script(monkeypatch, Crowded(**S, most=1), questions=False, concurrency=(1, 8))
+    alone, loaded = found.runs
+    assert (len(alone.answers), alone.failed, dict(alone.refusals)) == (16, (), {})
+    assert len(loaded.answers) + len(loaded.failed) == 16
+    assert loaded.refusals == {503: len(loaded.failed)}
+    assert named(found) == {"requests-refused"}
+
+
+def test_a_first_run_without_an_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Crowded(**S, most=1)
+    script.early_answer = lambda path, body: _refuse(script)  # type: ignore[method-assign]
+    with refuses(ServerUnreachable, "no-answer"):
+        probe_script(monkeypatch, script, questions=False, concurrency=(8,))
+
+
+def _refuse(script: Script) -> None:
+    if script.num_answers:  # after the trial
+        raise ServerUnreachable("answered 429, after 4 tries", id="no-answer", path="http://scripted")
+
+
+def test_refusals_are_counted_with_each_retry() -> None:
+    with serving(FakeEngine(faults={0: "503"})) as engine:
+        server = open_server(HttpClient(engine.url, num_retries=0))
+        with refuses(ServerUnreachable, "no-answer"):
+            server.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 4}, dict)
+    assert dict(server.client.refusals) == {503: 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sign"),
+    [
+        (V, "metrics named vllm:"),
+        (L, "metrics named llamacpp:"),
+        ({**S, "has_metrics": False}, "speculative_algorithm at /server_info"),
+        ({**S, "has_metrics": False, "old_names": True}, "speculative_algorithm at /get_server_info"),
+        (BARE, "default_generation_settings at /props"),
+        ({**STEPS, "has_metrics": False}, "the fields of an answer"),
+    ],
+)
+def test_a_server_behind_another_owner_is_recognised(
+    changes: dict[str, Any], sign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = probe_script(monkeypatch, Renamed(**changes), questions=False)
+    assert (found.server.engine, found.server.recognised_by) == (changes["style"], sign)
+
+
+def test_the_end_tokens_of_a_target_come_from_its_files() -> None:
+    target = ROOT / "dflash_cli" / "tiny" / "target"
+    assert _end_ids(ProbeOptions(target=str(target))) == (0,)
+    assert _end_ids(ProbeOptions()) == ()
+
+
+def test_few_other_tokens_are_rare_only_among_uncertain_ones() -> None:
+    sure, unsure = (Choice(1, 5, 5, value, value) for value in (0.999, 0.8))
+    other = Choice(1, 6, 5, 0.2, 0.8)
+    assert Choices((sure,) * 200, 200).nats < 1
+    assert Choices((unsure,) * 100, 100).nats == pytest.approx(20)
+    assert Choices((unsure,) * 20, 100).nats == pytest.approx(20)
+    assert Choices((unsure,) * 80 + (other,) * 20, 100).nats == 0
