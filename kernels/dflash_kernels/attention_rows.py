@@ -28,7 +28,7 @@ def check_blocks(
     query: Tensor, block_keys: Tensor, block_values: Tensor, key_cache: Tensor, value_cache: Tensor,
     page_table: Tensor, context_lens: Tensor, window: int | None, softmax: Softmax,
 ) -> None:  # fmt: skip
-    """Raise unless the kernels can read blocks [R, N, H, D] and their caches. The errors are those of `check_rows`."""
+    """Raise unless the kernels can read blocks [R, N, H, D] and their caches. It raises what `check_rows` raises."""
     check_rows(query, block_keys, block_values, key_cache, value_cache, page_table, context_lens, window, softmax)
     require(len(query) == len(context_lens), "context_lens", "one per request")
 

@@ -151,7 +151,7 @@ MOST_ROUNDINGS = 16
 
 
 def two_blocks(run: Any, rows: Tensor, gates: Gates, tree: TreeRows) -> Tensor:
-    """The results of two equal trees, of which the second replays the first six rows of the first."""
+    """The results of two equal trees. The second tree replays the first six rows of the first tree."""
     num_requests, num_rows = tree.depths.shape
     store = memory(num_requests, 4 + 2 * num_rows, FLOAT64 if rows.dtype == FLOAT64 else torch.float32)
     texts, zeros = torch.arange(num_requests, device=rows.device), torch.zeros_like(tree.depths[:, 0])

@@ -37,8 +37,8 @@ PROPOSED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_toke
 class SglangServer(InferenceServer):
     """Drafts if it names an algorithm of speculation. Its number of draft tokens includes the anchor: K + 1.
 
-    `context_length` is an option, null by default. `max_req_input_len` is what the server holds, less a few tokens. It
-    is no limit of a server that cuts longer prompts without an error. Such prompts are asked too.
+    `context_length` is an option, null by default. `max_req_input_len` is what the server holds, less a few tokens. A
+    server with `allow_auto_truncate` cuts longer prompts without an error, so longer prompts are asked too.
     """
 
     name = "sglang"
