@@ -37,8 +37,8 @@ def whole_faults(document: Any) -> tuple[str, ...]:
     return _few(faults)
 
 
-def stream_faults(events: Sequence[Any]) -> tuple[str, ...]:
-    """Differences of the events of a stream from the protocol, in words."""
+def stream_faults(events: Sequence[Any], *, is_cut: bool = False) -> tuple[str, ...]:
+    """Differences of the events of a stream from the protocol, in words. A stream that was cut has no end to judge."""
     choices = [choice for event in events for choice in list_calls(as_object(event).get("choices"))]
     deltas = [as_object(choice.get("delta")) for choice in choices]
     faults = [fault for delta in deltas for fault in _text_faults(delta)]
@@ -53,7 +53,8 @@ def stream_faults(events: Sequence[Any]) -> tuple[str, ...]:
     whole = [_joined(own, faults) for own in calls.values()]
     faults += _id_faults([call.get("id") for call in whole])
     reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason") is not None]
-    return _few([*faults, *_end_faults(reasons[-1] if reasons else None, whole)])
+    ends = [] if is_cut else _end_faults(reasons[-1] if reasons else None, whole)
+    return _few([*faults, *ends])
 
 
 def list_calls(value: object) -> list[Mapping[str, Any]]:

@@ -58,7 +58,7 @@ EXPLAINS: Mapping[str, set[str]] = {
         "acceptance-low-everywhere", "acceptance-near-zero", "draft-fails-on-some-prompts", *REJECTED,
     },
     "answers-repeat-one-token": {*SHAPES, *LOW, *LATER, "acceptance-near-zero", "temperature-ignored",
-        "structured-output-broken", "tool-call-broken"},
+        "structured-output-broken", "tool-call-broken", "tool-call-off-schema"},
     "several-replicas": {
         "foreign-traffic", "counters-reset", "counters-incomplete", "counters-contradict", "counters-miscount",
         "partly-drafted", "draft-off-under-load", "prefix-cache-unused", "second-turn-not-cached",
@@ -82,7 +82,7 @@ EXPLAINS: Mapping[str, set[str]] = {
     "prefix-cache-changes-answers": {"second-turn-changes-answers"},
     "answers-not-greedy": {
         "logprobs-wrong",
-        "structured-output-broken", "tool-call-broken", "second-turn-changes-answers",
+        "structured-output-broken", "tool-call-broken", "tool-call-off-schema", "second-turn-changes-answers",
         "default-settings-change-answers",
     },
 }  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing.http_client import HttpClient
 from dflash_cli.probing.server_counters import ServerCounters, ServerMetrics, read_metrics
+from dflash_cli.probing.stream_ends import AnsweredChat
 from dflash_cli.probing.told_logprobs import ToldLogprobs
 from dflash_cli.probing.tool_calls import ServedToolCall, read_call, read_streamed_call
 from dflash_runtime.documents import NOT_REQUIRED, Limits, from_json, to_json
@@ -228,6 +229,7 @@ class InferenceServer(ABC):
         self.model = model
         self.recognised_by = recognised_by
         self.readings: list[ServerMetrics] = []
+        self.chats: list[AnsweredChat] = []
         """Every reading of the metrics, in order of time."""
 
     @property
@@ -300,10 +302,13 @@ class InferenceServer(ABC):
             **(self.plain_fields if variant.is_plain else {}),
             **({} if stop is None else {"stop": [stop]}),
         }
-        if not is_streamed:
-            return self.post(CHAT, body, read_call)
-        text = self.client.post_text(CHAT, body)
-        return self.read(lambda _: read_streamed_call(text), None, CHAT)
+        if is_streamed:
+            text = self.client.post_text(CHAT, body)
+            answer = self.read(lambda _: read_streamed_call(text), None, CHAT)
+        else:
+            answer = self.post(CHAT, body, read_call)
+        self.chats.append(AnsweredChat(repr((messages, stop)), is_streamed, answer))
+        return answer
 
     def counters(self) -> ServerCounters | None:
         """The server's counters, or None if it does not report any of drafts."""

@@ -25,6 +25,7 @@ from dflash_cli.probing.run_findings import find_in_runs
 from dflash_cli.probing.served_finding import ServedFinding, sort_findings
 from dflash_cli.probing.server_identity import NUM_LOOKS, find_identity, look_at, unlike_answers
 from dflash_cli.probing.server_run import ServerRequest, ServerRun, run_server
+from dflash_cli.probing.stream_ends import find_cut_streams
 from dflash_cli.probing.token_equality import (
     TokenEquality,
     TokenText,
@@ -225,6 +226,7 @@ def _findings(
         *find_in_runs(request.server, evidence.facts, evidence.runs, evidence.loads, evidence.equalities),
         *find_refusals(evidence.facts, evidence.runs, request.options.concurrency),
         *(item for question in questions for item in question.findings),
+        *find_cut_streams(request.server.chats),
     ]
     unlike = unlike_answers(evidence.runs[0]) if any(item.id == "several-replicas" for item in identity) else []
     return sort_findings(drop_explained((*identity, *unlike, *found)))

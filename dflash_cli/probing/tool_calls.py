@@ -19,6 +19,7 @@ class ServedToolCall:
 
     `thought` is the text that a parser of reasoning has moved out of the answer. `faults` says what differs from
     OpenAI's protocol. Arguments that are an object are written as JSON, so that their contents are judged alone.
+    A stream is cut (`is_cut`) if it ends without a reason, an error and `[DONE]`.
     """
 
     name: str | None
@@ -28,6 +29,12 @@ class ServedToolCall:
     num_tokens: int | None
     thought: str = ""
     faults: tuple[str, ...] = ()
+    is_cut: bool = False
+
+    @property
+    def num_letters(self) -> int:
+        """Letters of the reasoning, the text and the arguments, without white space."""
+        return len("".join(f"{self.thought}{self.text}{self.arguments or ''}".split()))
 
 
 def read_call(document: Any) -> ServedToolCall:
@@ -52,7 +59,7 @@ def read_streamed_call(text: str) -> ServedToolCall:
     """The first tool call of a stream of events, put together from its pieces. Also raises ValueError."""
     name, arguments, content, thought, reason = None, None, "", "", None
     lines = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
-    events = [as_object(loads(data.encode())) for data in lines if data != "[DONE]"]
+    events = _events(lines, is_open=not text.endswith(("\n", "\r")))
     for event in events:
         for choice in event.get("choices") or []:
             delta = as_object(choice.get("delta"))
@@ -65,6 +72,10 @@ def read_streamed_call(text: str) -> ServedToolCall:
                     name, part = _text(function.get("name")) or name, function.get("arguments")
                     text_part = json.dumps(part) if isinstance(part, dict) else _text(part)
                     arguments = (arguments or "") + (text_part or "")
+    failed = any(event.get("error") for event in events) or any(
+        line.startswith(("error:", "event: error")) for line in text.splitlines()
+    )
+    is_cut = bool(events) and reason is None and not failed and "[DONE]" not in lines
     return ServedToolCall(
         name=name,
         arguments=arguments,
@@ -72,8 +83,21 @@ def read_streamed_call(text: str) -> ServedToolCall:
         finish_reason=reason,
         num_tokens=None,
         thought=thought,
-        faults=stream_faults(events),
+        faults=stream_faults(events, is_cut=is_cut),
+        is_cut=is_cut,
     )
+
+
+def _events(lines: Sequence[str], *, is_open: bool) -> list[Mapping[str, Any]]:
+    """The events of a stream. If `is_open`, the last line has no end, and it may be a part of an event."""
+    found = []
+    for place, data in enumerate(lines):
+        try:
+            found += [] if data == "[DONE]" else [as_object(loads(data.encode()))]
+        except ValueError:
+            if not (is_open and place == len(lines) - 1):
+                raise
+    return found
 
 
 def find_protocol_faults(whole: Sequence[ServedToolCall], streamed: Sequence[ServedToolCall]) -> list[ServedFinding]:

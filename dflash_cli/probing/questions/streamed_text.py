@@ -49,7 +49,7 @@ def _ask_characters(session: QuestionSession) -> Outcome:
         seen = f"{counts[1]} replacement characters and {wide[1]} other characters beyond ASCII streamed, "
         seen += f"{counts[0]} and {wide[0]} in one piece"
         lacks = wide[1] < wide[0] and _has(*texts) and len(texts[0]) - len(texts[1]) == wide[0] - wide[1]
-        if counts[0] or not (counts[1] or lacks):
+        if counts[0] or streamed.is_cut or not (counts[1] or lacks):
             return Outcome(seen=seen)
         end = shorten(repr(texts[1][-40:]), 60)
     finding = ServedFinding(
@@ -74,6 +74,8 @@ def _ask_text(session: QuestionSession, answers: list[ServedToolCall]) -> Outcom
         whole, streamed = (_chat(session, RIVERS, is_streamed=item) for item in (False, True))
         answers += [whole, streamed]
         texts = [_letters(item) for item in (whole, streamed)]
+        if streamed.is_cut:
+            raise NotJudged("the stream ends early")
         if min(map(len, texts)) < MIN_CHARS:
             raise NotJudged(f"an answer has less than {MIN_CHARS} letters")
         seen = f"{len(texts[0])} letters in one piece, {len(texts[1])} streamed"

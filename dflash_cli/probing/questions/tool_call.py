@@ -1,12 +1,14 @@
-"""Ask for a tool call, in one piece and as a stream: are its arguments whole, and is it drafted?
+"""Ask for a tool call, in one piece and as a stream: are its arguments whole and of the schema, and is it drafted?
 
 A verify step commits several tokens at once. A parser that expects one token at a time then loses text of a stream.
-Calls that are broken at times look like either fault in one pair of calls, so a broken call is followed by more.
+Calls that are broken at times look like either fault in one pair of calls, so a broken call is followed by more. So is
+one whose arguments do not fit the tool's schema, or whose stream ends early.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from dflash_cli.probing.chat_protocol import KINDS
 from dflash_cli.probing.inference_server import MEASURED, Variant
 from dflash_cli.probing.question import QUESTIONS, CountedCall, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.served_finding import ServedFinding
@@ -16,8 +18,12 @@ from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import shorten
 
 ANSWER_LEN, MIN_TOKENS = 192, 16
+MIN_OFF, MAX_FAULTS = 2, 4
 MORE = (True, False, False, True)
 """Whether each further call is streamed. Each form comes first in turn, for faults of every second call."""
+WORDS: Mapping[str, str] = {
+    "whole": "sound", "off schema": "off its schema", "broken": "broken", "cut": "not finished", "absent": "absent",
+}  # fmt: skip
 NAME, REQUIRED = "get_weather", ("city", "days")
 TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -55,20 +61,22 @@ def ask(session: QuestionSession) -> Outcome:
     protocol = find_protocol_faults([whole], [streamed])
     if state == "cut" and not protocol:
         raise NotJudged(f"no tool call within {ANSWER_LEN} tokens")
-    states, streamed_states = [state], [streamed_state]
-    if "broken" in (state, streamed_state) or (state, streamed_state) == ("whole", "absent"):
+    calls, streams = [whole], [streamed]
+    is_odd = bool({"broken", "off schema"} & {state, streamed_state}) or (state, streamed_state) == ("whole", "absent")
+    if is_odd or streamed.is_cut:
         for is_streamed in MORE:
-            (streamed_states if is_streamed else states).append(_state(call(is_streamed=is_streamed).call))
+            (streams if is_streamed else calls).append(call(is_streamed=is_streamed).call)
+    states, streamed_states = _states(calls, streams)
     plain = None
-    is_broken = "broken" in states and "whole" not in states
+    is_broken = bool({"broken", "off schema"} & {*states}) and "whole" not in states
     if is_broken and session.server.can_switch_off:
         plain = _state(call(variant=Variant(is_plain=True)).call)
-    words = {"whole": "sound", "broken": "broken", "cut": "not finished", "absent": "absent"}
-    seen = f"call {words[state]}, streamed {words[streamed_state]}"
+    seen = f"call {WORDS[states[0]]}, streamed {WORDS[streamed_states[0]]}"
     findings = [
         *protocol,
         *_at_times(states, streamed_states, whole if state == "broken" else streamed),
-        *(_broken(whole, plain) if is_broken else ()),
+        *(_broken(whole, plain) if is_broken and "broken" in states else ()),
+        *_off_schema(list(zip([*calls, *streams], [*states, *streamed_states], strict=True)), plain),
         *_stream(states, streamed_states, whole, streamed),
         *_drafted(session, whole, first.num_steps),
         *session.find_slow(
@@ -79,21 +87,66 @@ def ask(session: QuestionSession) -> Outcome:
 
 
 def _state(call: ServedToolCall) -> str:
-    """whole, broken, cut by the length limit, or absent: the model wrote something else."""
-    if call.arguments is not None and call.name == NAME and _fits(call.arguments):
-        return "whole"
-    if call.finish_reason == "length":
+    """whole, off schema, broken, cut by the length limit or early, or absent: the model wrote something else."""
+    arguments = _arguments(call)
+    if arguments is not None and call.name == NAME:
+        return "off schema" if list(_misfits(arguments)) else "whole"
+    if call.finish_reason == "length" or call.is_cut:
         return "cut"
     is_in_text = NAME in call.text and all(name in call.text for name in REQUIRED)
     return "broken" if call.arguments is not None or is_in_text else "absent"
 
 
-def _fits(arguments: str) -> bool:
+def _states(calls: Sequence[ServedToolCall], streams: Sequence[ServedToolCall]) -> tuple[list[str], list[str]]:
+    """The states of both forms. A stream without a key that each call in one piece has is broken: it has lost text."""
+    states, streamed_states = ([_state(item) for item in own] for own in (calls, streams))
+    if set(states) == {"whole"}:
+        found = [_arguments(item) for item in streams]
+        lost = [own is not None and set(own) < set(REQUIRED) for own in found]
+        streamed_states = ["broken" if gone else state for gone, state in zip(lost, streamed_states, strict=True)]
+    return states, streamed_states
+
+
+def _arguments(call: ServedToolCall) -> Mapping[str, Any] | None:
+    """The arguments as an object, or None if they are no whole object."""
     try:
-        value = loads(arguments.encode())
+        value = loads((call.arguments or "").encode())
     except ValueError:
-        return False
-    return isinstance(value, dict) and all(name in value for name in REQUIRED)
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _misfits(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """What differs from the tool's schema, in words."""
+    yield from (f"{name} is missing" for name in REQUIRED if name not in arguments)
+    yield from (f"{shorten(repr(name), 40)} is no key of it" for name in arguments if name not in REQUIRED)
+    city, days = arguments.get("city", ""), arguments.get("days", 0)
+    if not isinstance(city, str):
+        yield f"city is {KINDS[type(city)]}, expected a string"
+    if isinstance(days, bool) or not (isinstance(days, int) or (isinstance(days, float) and days.is_integer())):
+        yield f"days is {KINDS[type(days)] if not isinstance(days, float) else days}, expected an integer"
+
+
+def _off_schema(calls: Sequence[tuple[ServedToolCall, str]], plain: str | None) -> Iterator[ServedFinding]:
+    """A finding if several calls do not fit the schema."""
+    off = [call for call, state in calls if state == "off schema"]
+    if len(off) < MIN_OFF:
+        return
+    faults = list(dict.fromkeys(fault for call in off for fault in _misfits(_arguments(call) or {})))[:MAX_FAULTS]
+    follows = "a client that trusts the schema fails on them. "
+    follows += {
+        None: "Whether the draft is the reason is not known",
+        "whole": "Without drafts the same call fits: drafting breaks tool calls",
+    }.get(plain, "Without drafts the call does not fit either: the draft is not the reason")
+    yield ServedFinding(
+        id="tool-call-off-schema",
+        severity="error" if plain == "whole" else "warning",
+        seen=f"the arguments of {len(off)} of {len(calls)} required tool calls do not fit the tool's schema: "
+        f"{'; '.join(faults)}, such as {_shown(off[0])}",
+        follows=follows,
+        next="try another parser of tool calls for this model (--tool-call-parser of vLLM and SGLang), or look for an "
+        "option or a release that holds the schema",
+    )
 
 
 def _shown(call: ServedToolCall) -> str:

@@ -10,9 +10,18 @@ from dflash_cli.probing.chat_protocol import stream_faults, whole_faults
 from dflash_cli.probing.counter_agreement import Answered, describe_odd, is_of_others
 from dflash_cli.probing.server_counters import ServerCounters
 from dflash_cli.probing.told_logprobs import ToldLogprobs
+from dflash_cli.probing.tool_calls import read_streamed_call
 from dflash_testing.scripted_faults import WithDefaults
 from dflash_testing.scripted_operations import Adapted
-from dflash_testing.scripted_protocols import ActiveAdapter, Miscounting, OddChats, PartlyTold, Queued
+from dflash_testing.scripted_protocols import (
+    ActiveAdapter,
+    CutStreams,
+    Miscounting,
+    OddChats,
+    OffSchema,
+    PartlyTold,
+    Queued,
+)
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 FAULTS: dict[str, tuple[Callable[[], Script], str, str]] = {
@@ -32,10 +41,19 @@ FAULTS: dict[str, tuple[Callable[[], Script], str, str]] = {
     "64 sglang": (partial(OddChats, **S, odd="stop"), "chat-protocol-broken", "finish_reason is 'stop'"),
     "65 llama.cpp": (partial(ActiveAdapter, **L), "active-adapter-lowers-acceptance", "support.gguf at scale 1"),
     "54 sglang": (partial(Adapted, **S), "adapter-lowers-acceptance", "with sql"),
+    "74 llama.cpp": (partial(CutStreams, **L, has_metrics=False), "streams-cut", "5 of 5 streams of chats end without"),
+    "74 vllm": (partial(CutStreams, **STEPS, part=0.9), "streams-cut", "5 of 5"),
+    "74 sglang": (partial(CutStreams, **S, cuts="every second"), "streams-cut", "3 of 5"),
+    "74 bytes": (partial(CutStreams, **S, cuts="bytes"), "streams-cut", "5 of 5"),
+    "75 sglang": (partial(OffSchema, **S), "tool-call-off-schema", "6 of 6 required tool calls"),
+    "75 vllm": (partial(OffSchema, **STEPS, off="streams"), "tool-call-off-schema", "3 of 6"),
+    "75 llama.cpp": (partial(OffSchema, **L, off="drafted"), "tool-call-off-schema", "days is a string, expected"),
+    "75 keys": (partial(OffSchema, **S, arguments='{"city": 3, "when": 1}'), "tool-call-off-schema", "days is missing"),
+    "14 keys": (partial(OffSchema, **S, arguments="{}", off="streams"), "tool-call-stream-broken", "'{}'"),
 }
 
 
-SLOW = {"61 two at a time", "62 vllm", "62 half", "63 vllm", "64 vllm", "64 sglang"}
+SLOW = {"61 two at a time", "62 vllm", "62 half", "63 vllm", "64 vllm", "64 sglang", "74 vllm", "74 bytes", "75 keys"}
 """Variants of other engines or of one rule."""
 
 
@@ -59,6 +77,9 @@ def test_an_adapter_that_is_asked_for_is_compared_with_its_model(
 SOUND: dict[str, Script] = {
     "time shared by all requests": Queued(**STEPS, at_once=8, shares=True),
     "all requests at once": Queued(**S, at_once=8),
+    "streams without a mark of their end": CutStreams(**L, cuts="mark"),
+    "one call of six off its schema": OffSchema(**S, off="once"),
+    "a whole number as a fraction of zero": OffSchema(**S, arguments='{"days": 3.0, "city": "Lisbon"}'),
     "an adapter at scale 0": ActiveAdapter(**L, scale=0.0),
     "an adapter that the draft follows": ActiveAdapter(**L, adapter_rate=0.7),
 }
@@ -213,3 +234,29 @@ def test_one_counter_that_differs_is_wrong_and_several_are_of_other_clients(
     assert (bool(odd), is_of_others(risen, OWN)) == (bool(words), is_foreign)
     assert words in (odd or "")
     assert describe_odd(risen, OWN) is None or not is_of_others(risen, OWN)
+
+
+STREAM = 'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("more", "is_cut"),
+    [
+        ("", True),
+        (": ping\r\n\r\n", True),
+        ('data: {"choices": [{"del', True),
+        ("data: [DONE]\n\n", False),
+        ('data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n', False),
+        ('data: {"error": {"message": "out of memory"}}\n\n', False),
+        ('error: {"message": "out of memory"}\n\n', False),
+    ],
+)
+def test_a_stream_without_any_end_is_cut(more: str, is_cut: bool) -> None:
+    found = read_streamed_call(STREAM + more)
+    assert (found.is_cut, found.text) == (is_cut, "a")
+
+
+def test_an_answer_that_is_no_stream_is_not_cut() -> None:
+    assert not read_streamed_call('{"choices": []}').is_cut
+    with pytest.raises(ValueError, match="Unterminated"):
+        read_streamed_call('data: {"choices\n\n')

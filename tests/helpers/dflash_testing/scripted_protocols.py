@@ -126,6 +126,45 @@ class OddChats(Script):
 
 
 @dataclass
+class CutStreams(Script):
+    """A proxy passes on a part of each stream, in whole events or not, or lets every second stream pass."""
+
+    part: float = 0.6
+    cuts: Literal["events", "bytes", "every second", "mark"] = "events"
+    num_streams: int = 0
+
+    def as_stream_text(self, text: str) -> str:
+        self.num_streams += 1
+        if self.cuts == "mark":
+            return text.removesuffix("data: [DONE]\n\n")
+        if self.cuts == "every second" and self.num_streams % 2 == 0:
+            return text
+        found = text[: int(len(text) * self.part)]
+        return found if self.cuts == "bytes" else found[: found.rindex("\n\n") + 2]
+
+
+@dataclass
+class OffSchema(Script):
+    """Calls have `arguments` in both forms, in streams alone, without a draft as well or not, or a single time."""
+
+    arguments: str = '{"city": "Lisbon", "days": "3"}'
+    off: Literal["all", "streams", "drafted", "once"] = "all"
+
+    def tool_call(self) -> tuple[dict[str, Any], str, int]:
+        message, reason, count = super().tool_call()
+        is_off = {
+            "all": True,
+            "streams": self.body.get("stream"),
+            "drafted": self.body.get("speculative.n_max") != 0,
+            "once": not self.now.__dict__.setdefault("calls", []),
+        }[self.off]
+        for call in message.get("tool_calls") or ():
+            self.now.__dict__.setdefault("calls", []).append(call)
+            call["function"]["arguments"] = self.arguments if is_off else call["function"]["arguments"]
+        return message, reason, count
+
+
+@dataclass
 class ActiveAdapter(Script):
     """llama.cpp applies an adapter with `scale` to each request that does not change it."""
 

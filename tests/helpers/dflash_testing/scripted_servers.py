@@ -119,6 +119,10 @@ class Script(FakeEngine):
         """The events of a chat as the server streams them."""
         return events
 
+    def as_stream_text(self, text: str) -> str:
+        """The text of a stream as it comes to the client."""
+        return text
+
     def early_answer(self, path: str, body: Mapping[str, Any]) -> Any | None:
         """An answer that comes before the engine's own, or None. It may raise the errors of a client."""
         return None
@@ -334,7 +338,8 @@ class ScriptedClient:
         events = [{"choices": [{"index": 0, "delta": piece, "finish_reason": None}]} for piece in pieces]
         events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
         events = script.as_events(events)
-        return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+        return script.as_stream_text(f"{text}data: [DONE]\n\n")
 
     def _call(self, script: Script) -> tuple[dict[str, Any], str, int]:
         if script.tools == "refused":
