@@ -38,7 +38,7 @@ def whole_faults(document: Any) -> tuple[str, ...]:
 
 
 def stream_faults(events: Sequence[Any], *, is_cut: bool = False) -> tuple[str, ...]:
-    """Differences of the events of a stream from the protocol, in words. A stream that was cut has no end to judge."""
+    """Differences of the events of a stream from the protocol, in words. The end of a cut stream is not judged."""
     choices = [choice for event in events for choice in list_calls(as_object(event).get("choices"))]
     deltas = [as_object(choice.get("delta")) for choice in choices]
     faults = [fault for delta in deltas for fault in _text_faults(delta)]

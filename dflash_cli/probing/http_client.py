@@ -30,6 +30,7 @@ FULL = (429, 503)
 REDIRECTED = 300
 """A status from here on is a failure. Redirects are not followed, so the API key never reaches another server."""
 CLOSED = (401, 403)
+EVENT_END = re.compile(rb"^data:.*\r?\n", re.MULTILINE)
 FIRST_PAUSE_S = 0.5
 CLOSING_S = 1.0
 MAX_ANSWER_BYTES = 16_000_000
@@ -142,11 +143,14 @@ class HttpClient:
             ) from error
 
     def post_text(self, path: str, body: Mapping[str, Any]) -> str:
-        """The text that answers a request, such as a stream of events. Raises the errors of `post`."""
-        return self._post(path, body).text
+        """The stream of events that answers a request. Raises the errors of `post`.
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> Answer:
-        response = self._ask("POST", path, body)
+        If the connection breaks after an event, the events before it are the answer.
+        """
+        return self._post(path, body, is_stream=True).text
+
+    def _post(self, path: str, body: Mapping[str, Any], *, is_stream: bool = False) -> Answer:
+        response = self._ask("POST", path, body, is_stream=is_stream)
         if response.status >= REDIRECTED:
             raise RequestError(
                 f"answered {response.status}{_reason(response)}",
@@ -156,12 +160,12 @@ class HttpClient:
             )
         return response
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, is_stream: bool = False) -> Answer:
         for attempt in range(self._num_retries + 1):
             if time.monotonic() >= self.ends_at:
                 raise self._time_is_up(path)
             try:
-                response = self._fetch(method, path, body)
+                response = self._fetch(method, path, body, is_stream=is_stream)
                 status = response.status
                 trouble = f"answered {status}" if status in TEMPORARY else None
                 with self._count:
@@ -191,25 +195,30 @@ class HttpClient:
         hint = "raise --timeout, or look in the server's log"
         raise self._unreachable(path, f"{trouble}, after {tries}", hint, id="no-answer")
 
-    def _fetch(self, method: str, path: str, body: Mapping[str, Any] | None) -> Answer:
+    def _fetch(self, method: str, path: str, body: Mapping[str, Any] | None, *, is_stream: bool) -> Answer:
         import asyncio  # not at the top: help takes no time for it
 
-        request = asyncio.run_coroutine_threadsafe(self._answer(method, f"{self.url}{path}", body), _loop())
+        answer = self._answer(method, f"{self.url}{path}", body, is_stream=is_stream)
+        request = asyncio.run_coroutine_threadsafe(answer, _loop())
         try:
             return request.result()
         finally:
             request.cancel()  # after an interruption
 
-    async def _answer(self, method: str, url: str, body: Mapping[str, Any] | None) -> Answer:
+    async def _answer(self, method: str, url: str, body: Mapping[str, Any] | None, *, is_stream: bool) -> Answer:
         import asyncio
 
         data = bytearray()
         limit = min(self._timeout_s, self.ends_at - time.monotonic())
         async with asyncio.timeout(limit), self._client.stream(method, url, json=body) as response:
-            async for chunk in response.aiter_raw():
-                data += chunk
-                if len(data) > MAX_ANSWER_BYTES:
-                    raise AnswerTooLarge
+            try:
+                async for chunk in response.aiter_raw():
+                    data += chunk
+                    if len(data) > MAX_ANSWER_BYTES:
+                        raise AnswerTooLarge
+            except (self._library.RemoteProtocolError, self._library.ReadError):
+                if not (is_stream and EVENT_END.search(data)):
+                    raise
             return Answer(response.status_code, bytes(data))
 
     def _checked(self, path: str, response: Answer) -> Answer:

@@ -36,8 +36,9 @@ def find_cut_streams(chats: Sequence[AnsweredChat]) -> list[ServedFinding]:
     seen = f"{len(cut)} of {plural(len(streams), 'stream')} of chats end without finish_reason and [DONE]"
     if whole:
         seen += f", after {had} of the {whole} letters that the same answers have in one piece"
-    follows = "something ends streams early, and clients take a part for the answer. Neither the draft nor a parser is "
-    follows += "the reason"
+    follows = (
+        "something ends streams early, and clients take a part for the answer. Parsers lack the text that is missing"
+    )
     if whole and had >= whole:
         follows = "the last events of streams are missing, so clients cannot tell a whole answer from a part"
     finding = ServedFinding(

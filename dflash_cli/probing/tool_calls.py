@@ -89,7 +89,7 @@ def read_streamed_call(text: str) -> ServedToolCall:
 
 
 def _events(lines: Sequence[str], *, is_open: bool) -> list[Mapping[str, Any]]:
-    """The events of a stream. If `is_open`, the last line has no end, and it may be a part of an event."""
+    """The events of a stream. If `is_open`, the last line is unfinished and may hold a part of an event."""
     found = []
     for place, data in enumerate(lines):
         try:

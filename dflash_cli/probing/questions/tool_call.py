@@ -1,8 +1,8 @@
 """Ask for a tool call, in one piece and as a stream: are its arguments whole and of the schema, and is it drafted?
 
 A verify step commits several tokens at once. A parser that expects one token at a time then loses text of a stream.
-Calls that are broken at times look like either fault in one pair of calls, so a broken call is followed by more. So is
-one whose arguments do not fit the tool's schema, or whose stream ends early.
+Calls that are broken at times look like either fault in one pair of calls, so a broken call is followed by more. A
+call with arguments off the tool's schema, or with a stream that ends early, is followed by more calls, too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ def _states(calls: Sequence[ServedToolCall], streams: Sequence[ServedToolCall]) 
 
 
 def _arguments(call: ServedToolCall) -> Mapping[str, Any] | None:
-    """The arguments as an object, or None if they are no whole object."""
+    """The arguments as an object, or None if their text is broken or cut."""
     try:
         value = loads((call.arguments or "").encode())
     except ValueError:
@@ -117,9 +117,9 @@ def _arguments(call: ServedToolCall) -> Mapping[str, Any] | None:
 
 
 def _misfits(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """What differs from the tool's schema, in words."""
+    """Differences from the tool's schema, in words."""
     yield from (f"{name} is missing" for name in REQUIRED if name not in arguments)
-    yield from (f"{shorten(repr(name), 40)} is no key of it" for name in arguments if name not in REQUIRED)
+    yield from (f"{shorten(repr(name), 40)} is an unknown key" for name in arguments if name not in REQUIRED)
     city, days = arguments.get("city", ""), arguments.get("days", 0)
     if not isinstance(city, str):
         yield f"city is {KINDS[type(city)]}, expected a string"

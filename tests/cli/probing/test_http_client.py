@@ -15,6 +15,7 @@ from dflash_cli.probing import http_client
 from dflash_cli.probing.http_client import HttpClient, ServerUnreachable, TimeIsUp
 from dflash_cli.probing.inference_server import SERVERS, Asked, ServerFacts, server_engines
 from dflash_cli.probing.server_counters import read_metrics
+from dflash_cli.probing.tool_calls import read_streamed_call
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.metrics import MAX_DRAFT_TOKENS
 from dflash_testing.deadline import deadline
@@ -161,3 +162,21 @@ def test_counters_that_no_server_has_are_refused(line: str) -> None:
     names = {"num_drafts": "d", "per_pos_accepted": "d"}
     with refuses(UnsupportedError, "not-prometheus"):
         read_metrics(f"# TYPE d counter\nd 1\n{line}\n", names, "there")
+
+
+EVENTS = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\ndata: {"cho'
+
+
+def test_a_stream_keeps_the_events_before_a_broken_connection() -> None:
+    broken: Send = lambda write: write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b" % (99, EVENTS))  # noqa: E731
+    with deadline(10), sending(broken) as client:
+        found = read_streamed_call(client.post_text("/x", {}))
+        assert (found.text, found.is_cut) == ("a", True)
+        with refuses(ServerUnreachable, "no-answer"):
+            client.post("/x", {})
+
+
+def test_a_connection_that_breaks_before_an_event_is_no_answer() -> None:
+    broken: Send = lambda write: write(HEAD + b"Content-Length: 99\r\n\r\ndata: {")  # noqa: E731
+    with deadline(10), sending(broken) as client, refuses(ServerUnreachable, "no-answer"):
+        client.post_text("/x", {})
