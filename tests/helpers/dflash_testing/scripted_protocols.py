@@ -149,6 +149,7 @@ class OffSchema(Script):
 
     arguments: str = '{"city": "Lisbon", "days": "3"}'
     off: Literal["all", "streams", "drafted", "once"] = "all"
+    num_off: int = 0
 
     def tool_call(self) -> tuple[dict[str, Any], str, int]:
         message, reason, count = super().tool_call()
@@ -156,10 +157,10 @@ class OffSchema(Script):
             "all": True,
             "streams": self.body.get("stream"),
             "drafted": self.body.get("speculative.n_max") != 0,
-            "once": not self.now.__dict__.setdefault("calls", []),
+            "once": not self.num_off,
         }[self.off]
         for call in message.get("tool_calls") or ():
-            self.now.__dict__.setdefault("calls", []).append(call)
+            self.num_off += bool(is_off)
             call["function"]["arguments"] = self.arguments if is_off else call["function"]["arguments"]
         return message, reason, count
 
