@@ -19,7 +19,7 @@ SHAPES = {"acceptance-stops", "acceptance-cliff"}
 """Findings on positions. Positions that are never drafted look like positions that are never accepted."""
 UNSTEADY = {
     "answers-not-greedy", "answers-not-repeatable", "answers-change-with-load", "prefix-cache-changes-answers",
-    "second-turn-changes-answers", "default-settings-change-answers", "answers-change-beside-sampled",
+    "second-turn-changes-answers", "default-settings-change-answers", "answers-change-beside-sampled", "seeds-ignored",
 }  # fmt: skip
 """Findings on changed answers. They follow where one request alone gets other answers by chance."""
 UNREPEATABLE = {
@@ -47,11 +47,11 @@ EXPLAINS: Mapping[str, set[str]] = {
     "requests-refused": {"requests-fail"},
     "repeat-raises-acceptance": {"acceptance-falls-within-answers"},
     "repeat-lowers-acceptance": {"acceptance-falls-with-load", "acceptance-falls-within-answers", *REJECTED},
-    "answers-not-repeatable": {"answers-change-with-load", "answers-change-beside-sampled"},
+    "answers-not-repeatable": {"answers-change-with-load", "answers-change-beside-sampled", "seeds-ignored"},
     "answers-change-with-load": {"answers-change-beside-sampled"},
     "temperature-zero-ignored": UNSTEADY,
     "answers-change-each-time": UNSTEADY,
-    "replicas-answer-differently": {*UNSTEADY, "seeds-ignored", "logprobs-wrong", "draft-fails-on-some-prompts"},
+    "replicas-answer-differently": {*UNSTEADY, "logprobs-wrong", "draft-fails-on-some-prompts"},
     "counters-contradict": {*SHAPES, *LOW, "acceptance-near-zero", "counters-incomplete", "counters-miscount"},
     "foreign-traffic": {"counters-miscount"},
     "active-adapter-lowers-acceptance": {

@@ -215,8 +215,10 @@ class InferenceServer(ABC):
     """The options for reporting the steps of each answer."""
     drafts_every_step: ClassVar[bool] = True
     """Whether a sound server drafts in every step. Some drop drafts of low probability."""
-    takes_seed: ClassVar[bool] = True
+    takes_seed: bool = True
     """Whether a sampled request names its seed."""
+    keeps_seed: ClassVar[bool] = True
+    """Whether drafted answers to one prompt with one seed should be the same."""
     can_score: ClassVar[bool] = False
     """Whether `score` works."""
     neutral: ClassVar[Mapping[str, Any]] = {}

@@ -1,7 +1,8 @@
 """Ask for answers with log-probabilities: does the server tell them of each token, and the target's own?
 
 The first token of an answer comes from the prompt, without a draft. A server that tells wrong log-probabilities of it,
-too, tells other ones by a setting, such as after the temperature.
+too, may tell other ones by a setting, such as after the temperature. The setting applies to answers of one token as
+well. If those differ from drafted answers that say 0, the 0 is wrong.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ from dflash_cli.probing.told_logprobs import ToldLogprobs
 NUM_ANSWERS, ANSWER_LEN, MIN_TOKENS = 2, 64, 32
 OFF_NATS, SHARE = 0.2, 0.15
 """Log-probabilities are wrong if SHARE of those after the first are off by OFF_NATS. Rounding moves a few by less."""
+NUM_CHECKED, MIN_CHECKED, UNSURE_NATS = 24, 3, 0.1
+"""Of NUM_CHECKED tokens told as certain, MIN_CHECKED must have less than -UNSURE_NATS as answers of one token."""
 PER_STEP = 0.15
 """Entries are one per verify step if the tokens per entry and per step differ by at most this share."""
 
@@ -113,6 +116,33 @@ def _wrong(session: QuestionSession, answers: Sequence[ToldAnswer], off: Sequenc
     is_wrong = len(off) >= MIN_TOKENS and _num_off(off) >= SHARE * len(off)
     if is_first_right and is_wrong and not session.facts.is_quantised:
         yield _finding(f"{_off_text(off)}; log-probabilities of the first tokens are right")
+    else:
+        yield from _certain(session, answers)
+
+
+def _certain(session: QuestionSession, answers: Sequence[ToldAnswer]) -> Iterator[ServedFinding]:
+    """A finding if tokens are told as certain, and answers of one token say otherwise.
+
+    Tokens that scores or plain answers call uncertain are asked first. Plain answers may tell certainty, too.
+    """
+    num_told = sum(len(item.told.by_place) for item in answers)
+    certain = [
+        (item.pairs.get(place, (told, 0.0))[1], (*prompt_ids, *item.told.token_ids[:place]), item.told.token_ids[place])
+        for prompt_ids, item in zip(session.prompts, answers, strict=False)
+        for place, told in item.told.by_place.items()
+        if told == 0
+    ]
+    if len(certain) < max(MIN_TOKENS, SHARE * num_told):
+        return
+    asked = [item for item in certain if item[0] < -UNSURE_NATS]
+    asked = asked if len(asked) >= NUM_CHECKED else certain
+    checked = asked[:: len(asked) // NUM_CHECKED][:NUM_CHECKED]
+    num_unsure = sum(session.likeliest(text_ids).get(token, 0.0) < -UNSURE_NATS for _, text_ids, token in checked)
+    if num_unsure >= MIN_CHECKED:
+        yield _finding(
+            f"{len(certain)} of {num_told} log-probabilities are 0, which is certainty; {num_unsure} of {len(checked)} "
+            f"of these tokens have less than {-UNSURE_NATS} nats as answers of one token"
+        )
 
 
 def _num_off(off: Sequence[float]) -> int:

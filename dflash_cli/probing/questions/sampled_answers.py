@@ -2,7 +2,7 @@
 
 An engine may draft greedy requests alone, or verify every request greedily. A target that is sure of its text gives the
 greedy answer at a moderate temperature as well. A high temperature over the whole vocabulary then decides. If answers
-differ, `sampled_choices` says whether more than their first tokens are sampled.
+differ, `sampled_choices` says whether more than their first tokens are sampled, and `seeded_answers` whether by seed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dflash_cli.probing.inference_server import MEASURED, Variant
 from dflash_cli.probing.question import QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession, pooled_length
 from dflash_cli.probing.sampled_choices import find_greedy_choices, is_surely_greedy
+from dflash_cli.probing.seeded_answers import find_ignored_seeds
 from dflash_cli.probing.served_finding import ServedFinding
 from dflash_cli.probing.undrafted_kinds import find_undrafted
 from dflash_runtime.phrases import plural
@@ -26,7 +27,7 @@ def ask(session: QuestionSession) -> Outcome:
         raise NotJudged("the measured answers are sampled already")
     found = [session.ask(item, ANSWER_LEN, MEASURED, TEMPERATURE) for item in session.prompts[:NUM_ANSWERS]]
     length, num_steps = pooled_length(found)
-    ignored = list(_ignored(session, found)) or list(find_greedy_choices(session))
+    ignored = list(_ignored(session, found)) or list(find_greedy_choices(session)) or list(find_ignored_seeds(session))
     if any(item.num_steps is None for item in found) and not ignored:
         raise NotJudged("the steps of an answer are not known")
     shown = "no verify step" if length is None else f"{length:.2f} tokens per step ({num_steps} steps)"

@@ -37,6 +37,7 @@ PROPOSED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_toke
 class SglangServer(InferenceServer):
     """Drafts if it names an algorithm of speculation. Its number of draft tokens includes the anchor: K + 1.
 
+    A seed counts only with `enable_deterministic_inference`. Other requests that name one may be refused.
     `context_length` is an option, null by default. `max_req_input_len` is what the server holds, less a few tokens. A
     server with `allow_auto_truncate` cuts longer prompts without an error, so longer prompts are asked too.
     """
@@ -60,6 +61,7 @@ class SglangServer(InferenceServer):
     }
     can_score = True
     takes_seed = False
+    keeps_seed = False
     neutral: ClassVar[Mapping[str, Any]] = {
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     }  # fmt: skip
@@ -80,6 +82,7 @@ class SglangServer(InferenceServer):
         self._parent = parent_of(models, self.model)
         self._adapters = (self.model,) if self._parent else adapters_of(models, self.model)
         block = found.get("speculative_num_draft_tokens")
+        self.takes_seed = found.get("enable_deterministic_inference") is True
         return ServerFacts(
             engine=self.name,
             release=found.get("version"),
@@ -113,6 +116,8 @@ class SglangServer(InferenceServer):
             "ignore_eos": asked.ignore_eos,
             **self.sampling_fields(asked, variant),
         }
+        if self.takes_seed and sampling["temperature"]:
+            sampling["sampling_seed"] = asked.seed
         if variant.json_schema is not None:
             sampling["json_schema"] = json.dumps(variant.json_schema)
         return {"input_ids": list(prompt_ids), "sampling_params": sampling, **self._adapter_fields()}

@@ -97,14 +97,15 @@ class VllmServer(InferenceServer):
         return self.post(COMPLETIONS, {**self._body(prompt_ids, asked, variant), **more}, _read_told)
 
     def _body(self, prompt_ids: Sequence[int], asked: Asked, variant: Variant) -> dict[str, Any]:
+        sampling = self.sampling_fields(asked, variant)
         body = {
             "model": self.model,
             "prompt": list(prompt_ids),
             "max_tokens": asked.max_new_tokens,
             "ignore_eos": asked.ignore_eos,
             "return_token_ids": True,
-            **self.sampling_fields(asked, variant),
-        } | ({"seed": asked.seed} if asked.temperature else {})
+            **sampling,
+        } | ({"seed": asked.seed} if sampling["temperature"] else {})
         if variant.json_schema is not None:
             schema = {"name": "answer", "schema": variant.json_schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}

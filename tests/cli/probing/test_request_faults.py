@@ -14,7 +14,7 @@ from dflash_testing.fake_engines import FakeEngine
 from dflash_testing.inference_servers import serving
 from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
-from dflash_testing.scripted_requests import Crowded, Drawing, Ending, Renamed, Repeating
+from dflash_testing.scripted_requests import Certain, Crowded, Drawing, Ending, Renamed, Repeating
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 BARE: dict[str, Any] = {**L, "has_metrics": False}
@@ -35,8 +35,13 @@ FAULTS: dict[str, tuple[Callable[[], Script], str, str]] = {
     "71 sglang": (partial(Ending, **S, behind=3), "answers-past-end", "3 tokens behind the end token 7"),
     "71 vllm": (partial(Ending, **STEPS, behind=3), "answers-past-end", "that ends other answers"),
     "71 llama.cpp": (partial(Ending, **BARE, behind=3), "answers-past-end", "the server or the model names"),
+    "72 vllm": (partial(Certain, **STEPS), "logprobs-wrong", "of 24 of these tokens"),
+    "72 sglang": (partial(Certain, **S), "logprobs-wrong", "which is certainty"),
+    "72 llama.cpp": (partial(Certain, **BARE), "logprobs-wrong", "which is certainty"),
+    "73 vllm": (partial(Drawing, **STEPS, has_no_seed=True), "seeds-ignored", "3 of 3 prompts"),
+    "73 llama.cpp": (partial(Drawing, **BARE, has_no_seed=True), "seeds-ignored", "3 of 3 prompts"),
 }  # fmt: skip
-SLOW = {"67 llama.cpp", "69 vllm", "71 vllm", "70 llama.cpp"}
+SLOW = {"67 llama.cpp", "69 vllm", "71 vllm", "70 llama.cpp", "72 sglang", "73 llama.cpp"}
 """Variants of other engines."""
 
 
@@ -50,6 +55,9 @@ def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.Monkey
 
 SOUND: dict[str, Callable[[], Script]] = {
     "a target that samples": partial(Drawing, **STEPS),
+    "a target that samples by the seed": partial(Drawing, **S, promises=True),
+    "seeds that are not promised": partial(Drawing, **S, has_no_seed=True),
+    "a sure target, told as certain": partial(Certain, **STEPS, surest=6.0),
     "a target so sure that samples are greedy": partial(Drawing, **S, surest=30.0),
     "answers that end": partial(Ending, **S),
     "answers that end, without a word about the token": partial(Ending, **STEPS),
@@ -61,6 +69,11 @@ SOUND: dict[str, Callable[[], Script]] = {
 def test_a_sound_server_has_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = probe_script(monkeypatch, SOUND[name]())
     assert named(found) == set(), [(item.id, item.seen) for item in found.findings]
+
+
+def test_a_seed_that_the_engine_does_not_keep_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = probe_script(monkeypatch, Drawing(**S, has_no_seed=True, promises=True))
+    assert [(item.id, item.severity) for item in found.findings] == [("seeds-ignored", "info")]
 
 
 def test_answers_that_ignore_the_end_token_may_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,12 +173,17 @@ class Surprising(Script):
 
 @dataclass
 class Told(Script):
-    """Each token has an own log-probability. Those of drafted tokens are told as 0, or as all `are_zero`."""
+    """Each token has an own log-probability. Those of drafted tokens are told as 0, or by a setting all `are_zero`."""
 
     are_zero: bool = False
 
     def scores(self, ids: Ids) -> list[dict[int, float]]:
         return [{token: -(token % 8) / 8} for token in ids[len(self.prompt_of(ids)) :]]
+
+    def next_of(self, ids: Ids) -> dict[int, float]:
+        found = super().next_of(ids)
+        most = max(found.values()) if self.are_zero else 0.0
+        return {token: value - most for token, value in found.items()}
 
     def told_logprob(self, place: int, value: float) -> float:
         return value if not place and not self.are_zero else 0.0

@@ -1,4 +1,4 @@
-"""Scripted servers that sample in part, draft repeats otherwise, refuse requests, or go on behind an end token."""
+"""Scripted servers that sample in part, tell certainty, repeat drafts, refuse requests, or go on behind an end."""
 
 import math
 import random
@@ -16,10 +16,16 @@ END = 7
 
 @dataclass
 class Drawing(Script):
-    """A target with two choices for each next token. Of a sampled answer, the `drawn` tokens are drawn."""
+    """A target with two choices for each next token. Of a sampled answer, the `drawn` tokens are drawn.
+
+    has_no_seed  requests' seeds have no effect
+    promises     SGLang draws by the request's seed
+    """
 
     drawn: Literal["all", "first", "last of eight"] = "all"
     has_one_seed: bool = False
+    has_no_seed: bool = False
+    promises: bool = False
     surest: float = 0.2
 
     def likely(self, ids: Ids) -> dict[int, float]:
@@ -28,12 +34,17 @@ class Drawing(Script):
         total = math.log1p(math.exp(-gap))
         return {first: -total, first + 1: -gap - total}
 
+    def as_document(self, path: str, document: Any) -> Any:
+        is_info = self.promises and path == "/server_info"
+        return document | {"enable_deterministic_inference": True} if is_info else document
+
     @property
     def is_sampled(self) -> bool:
         return False  # the tokens are drawn here
 
     def tokens(self, ids: Ids, num_tokens: int) -> Ids:
-        found, draw = list(ids), random.Random(f"{ids}" if self.has_one_seed else self.num_answers)
+        seed = self.num_answers if self.has_no_seed else self.sampling_seed
+        found, draw = list(ids), random.Random(f"{ids}" if self.has_one_seed else seed)
         for place in range(num_tokens):
             likely = self.likely(tuple(found))
             is_drawn = self.drawn == "all" or place == 0 or (self.drawn == "last of eight" and place % 8 == 0)
@@ -47,6 +58,14 @@ class Drawing(Script):
 
     def next_of(self, ids: Ids) -> dict[int, float]:
         return self.likely(ids)
+
+
+@dataclass
+class Certain(Drawing):
+    """Each token of a drafted answer is told as certain."""
+
+    def told_logprob(self, place: int, value: float) -> float:
+        return 0.0
 
 
 @dataclass

@@ -168,7 +168,10 @@ class Script(FakeEngine):
 
     @property
     def sampling_seed(self) -> int:
-        return self.num_answers
+        """The request's seed, or one that no other request has."""
+        sampling = self.body.get("sampling_params", {})
+        seed: int = self.body.get("seed", sampling.get("sampling_seed", -1 - self.num_answers))
+        return seed
 
     def find_turn(self, ids: Ids) -> int:
         """Cached tokens of a prompt that goes on from an earlier one."""
