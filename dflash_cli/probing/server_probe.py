@@ -13,20 +13,18 @@ from dflash_cli.comparing.result_comparison import Comparison, compare_results
 from dflash_cli.generation.answers import Event
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation
-from dflash_cli.probing.admission import find_refusals
-from dflash_cli.probing.attribution import Attribution, Evidence, attribute
-from dflash_cli.probing.explained_findings import UNREPEATABLE, drop_explained
-from dflash_cli.probing.http_client import ServerUnreachable
-from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
+from dflash_cli.probing.asking.chat_findings import find_cut_streams
+from dflash_cli.probing.asking.question import QuestionReport, QuestionSession
+from dflash_cli.probing.asking.question_round import ask_questions
+from dflash_cli.probing.findings.admission import find_refusals
+from dflash_cli.probing.findings.attribution import Attribution, Evidence, attribute
+from dflash_cli.probing.findings.engagement import find_in_runs
+from dflash_cli.probing.findings.explained_findings import UNREPEATABLE, drop_explained
+from dflash_cli.probing.findings.replicas import NUM_LOOKS, find_identity, look_at, unlike_answers
+from dflash_cli.probing.findings.served_finding import ServedFinding, sort_findings
 from dflash_cli.probing.probe_options import ProbePlan
-from dflash_cli.probing.question import QuestionReport, QuestionSession
-from dflash_cli.probing.question_round import ask_questions
-from dflash_cli.probing.run_findings import find_in_runs
-from dflash_cli.probing.served_finding import ServedFinding, sort_findings
-from dflash_cli.probing.server_identity import NUM_LOOKS, find_identity, look_at, unlike_answers
-from dflash_cli.probing.server_run import ServerRequest, ServerRun, run_server
-from dflash_cli.probing.stream_ends import find_cut_streams
-from dflash_cli.probing.token_equality import (
+from dflash_cli.probing.runs.server_run import ServerRequest, ServerRun, run_server
+from dflash_cli.probing.served.token_equality import (
     TokenEquality,
     TokenText,
     Turn,
@@ -34,6 +32,8 @@ from dflash_cli.probing.token_equality import (
     texts_of_answers,
     texts_of_file,
 )
+from dflash_cli.probing.servers.http_client import ServerUnreachable
+from dflash_cli.probing.servers.inference_server import InferenceServer, ServerFacts
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.documents import HIDDEN, NOT_REQUIRED, computed_key
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError

@@ -8,10 +8,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from dflash_cli.probing.inference_server import InferenceServer
-from dflash_cli.probing.listed_adapters import with_model
-from dflash_cli.probing.question import QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession, pooled_length
-from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.asking.question import (
+    QUESTIONS,
+    CountedAnswer,
+    NotJudged,
+    Outcome,
+    QuestionSession,
+    pooled_length,
+)
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.servers.inference_server import InferenceServer
+from dflash_cli.probing.servers.listed_adapters import with_model
 from dflash_runtime.errors import RequestError, UnsupportedError
 from dflash_runtime.phrases import plural
 

@@ -7,12 +7,19 @@ differ, `sampled_choices` says whether more than their first tokens are sampled,
 
 from collections.abc import Iterator, Sequence
 
-from dflash_cli.probing.inference_server import MEASURED, Variant
-from dflash_cli.probing.question import QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession, pooled_length
-from dflash_cli.probing.sampled_choices import find_greedy_choices, is_surely_greedy
-from dflash_cli.probing.seeded_answers import find_ignored_seeds
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.undrafted_kinds import find_undrafted
+from dflash_cli.probing.asking.kind_findings import find_undrafted
+from dflash_cli.probing.asking.question import (
+    QUESTIONS,
+    CountedAnswer,
+    NotJudged,
+    Outcome,
+    QuestionSession,
+    pooled_length,
+)
+from dflash_cli.probing.asking.sampled_choices import find_greedy_choices, is_surely_greedy
+from dflash_cli.probing.asking.seeded_answers import find_ignored_seeds
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.servers.inference_server import MEASURED, Variant
 from dflash_runtime.phrases import plural
 
 NUM_ANSWERS, ANSWER_LEN, TEMPERATURE = 3, 64, 0.7

@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from dflash_cli.probing.inference_server import (
+from dflash_cli.probing.served.told_logprobs import ToldLogprobs
+from dflash_cli.probing.servers.inference_server import (
     MEASURED,
     SERVERS,
     Asked,
@@ -20,10 +21,9 @@ from dflash_cli.probing.inference_server import (
     as_id,
     ids_of,
 )
-from dflash_cli.probing.listed_adapters import adapters_of, parent_of, with_model
-from dflash_cli.probing.lossy_settings import lossy_settings
-from dflash_cli.probing.own_penalties import own_penalties
-from dflash_cli.probing.told_logprobs import ToldLogprobs
+from dflash_cli.probing.servers.listed_adapters import adapters_of, parent_of, with_model
+from dflash_cli.probing.servers.own_penalties import own_penalties
+from dflash_cli.probing.servers.shown_settings import lossy_settings
 from dflash_runtime.json_values import is_int
 
 GENERATE, TOKENIZE = "/generate", "/tokenize"

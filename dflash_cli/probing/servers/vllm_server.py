@@ -8,7 +8,8 @@ steps by accepted draft tokens. `detailed` lists each step in order. Earlier rel
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from dflash_cli.probing.inference_server import (
+from dflash_cli.probing.served.told_logprobs import ToldLogprobs
+from dflash_cli.probing.servers.inference_server import (
     MEASURED,
     SERVERS,
     Asked,
@@ -21,9 +22,8 @@ from dflash_cli.probing.inference_server import (
     ids_of,
     steps_of,
 )
-from dflash_cli.probing.listed_adapters import adapters_of, parent_of, with_model
-from dflash_cli.probing.lossy_settings import lossy_settings
-from dflash_cli.probing.told_logprobs import ToldLogprobs
+from dflash_cli.probing.servers.listed_adapters import adapters_of, parent_of, with_model
+from dflash_cli.probing.servers.shown_settings import lossy_settings
 from dflash_runtime.json_values import as_index, as_object
 
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"

@@ -15,7 +15,9 @@ import pytest
 
 import dflash_cli
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_cli.probing import http_client, probe_options, served_answers
+from dflash_cli.probing import probe_options
+from dflash_cli.probing.runs import served_answers
+from dflash_cli.probing.servers import http_client
 from dflash_testing import checkpoints as support
 from dflash_testing.fake_engines import FakeEngine, make_text, prompt_rows, texts_of_rows
 from dflash_testing.inference_servers import serving

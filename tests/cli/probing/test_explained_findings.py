@@ -1,6 +1,6 @@
 """Which findings explain others."""
 
-from dflash_cli.probing.explained_findings import EXPLAINS
+from dflash_cli.probing.findings.explained_findings import EXPLAINS
 
 
 def test_no_two_findings_explain_each_other() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.draft_findings import unlike_names
-from dflash_cli.probing.explained_findings import drop_explained
-from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.findings.draft_fit import unlike_names
+from dflash_cli.probing.findings.explained_findings import drop_explained
+from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_testing.scripted_faults import (
     Ageing,
     Fading,

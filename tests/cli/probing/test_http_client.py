@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing import http_client
-from dflash_cli.probing.http_client import HttpClient, ServerUnreachable, TimeIsUp
-from dflash_cli.probing.inference_server import SERVERS, Asked, ServerFacts, server_engines
-from dflash_cli.probing.server_counters import read_metrics
-from dflash_cli.probing.tool_calls import read_streamed_call
+from dflash_cli.probing.counters.server_counters import read_metrics
+from dflash_cli.probing.served.chat_answers import read_streamed_call
+from dflash_cli.probing.servers import http_client
+from dflash_cli.probing.servers.http_client import HttpClient, ServerUnreachable, TimeIsUp
+from dflash_cli.probing.servers.inference_server import SERVERS, Asked, ServerFacts, server_engines
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.metrics import MAX_DRAFT_TOKENS
 from dflash_testing.deadline import deadline

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.lossy_settings import lossy_settings
+from dflash_cli.probing.servers.shown_settings import lossy_settings
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.chat_protocol import stream_faults, whole_faults
-from dflash_cli.probing.counter_agreement import Answered, describe_odd, is_of_others
-from dflash_cli.probing.server_counters import ServerCounters
-from dflash_cli.probing.told_logprobs import ToldLogprobs
-from dflash_cli.probing.tool_calls import read_streamed_call
+from dflash_cli.probing.counters.counter_agreement import Answered, describe_odd, is_of_others
+from dflash_cli.probing.counters.server_counters import ServerCounters
+from dflash_cli.probing.served.chat_answers import read_streamed_call
+from dflash_cli.probing.served.chat_protocol import stream_faults, whole_faults
+from dflash_cli.probing.served.told_logprobs import ToldLogprobs
 from dflash_testing.scripted_faults import WithDefaults
 from dflash_testing.scripted_operations import Adapted
 from dflash_testing.scripted_protocols import (

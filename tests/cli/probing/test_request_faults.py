@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.http_client import HttpClient, ServerUnreachable
+from dflash_cli.probing.asking.sampled_choices import Choice, Choices
 from dflash_cli.probing.probe_options import ProbeOptions, _end_ids
-from dflash_cli.probing.recognition import open_server
-from dflash_cli.probing.sampled_choices import Choice, Choices
+from dflash_cli.probing.servers.http_client import HttpClient, ServerUnreachable
+from dflash_cli.probing.servers.recognition import open_server
 from dflash_testing.fake_engines import FakeEngine
 from dflash_testing.inference_servers import serving
 from dflash_testing.paths import ROOT

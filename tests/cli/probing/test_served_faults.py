@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_cli.probing.served_faults import _name
+from dflash_cli.probing.findings.known_faults import _name
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from dflash_cli.probing.inference_server import SERVERS, server_engines
-from dflash_cli.probing.server_counters import ServerCounters, read_metrics
+from dflash_cli.probing.counters.server_counters import ServerCounters, read_metrics
+from dflash_cli.probing.servers.inference_server import SERVERS, server_engines
 from dflash_runtime.errors import UnsupportedError
 from dflash_testing.fake_engines import FakeEngine, Text
 from dflash_testing.refusals import refuses

@@ -5,8 +5,15 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.inference_server import MEASURED, SERVERS, Asked, InferenceServer, Variant, server_engines
-from dflash_cli.probing.server_counters import read_metrics
+from dflash_cli.probing.counters.server_counters import read_metrics
+from dflash_cli.probing.servers.inference_server import (
+    MEASURED,
+    SERVERS,
+    Asked,
+    InferenceServer,
+    Variant,
+    server_engines,
+)
 from dflash_runtime.errors import RequestError
 from dflash_testing.fake_engines import FakeEngine, Text
 from dflash_testing.refusals import refuses

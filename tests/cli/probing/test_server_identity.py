@@ -2,9 +2,9 @@
 
 import pytest
 
-from dflash_cli.probing.inference_server import ServerFacts
-from dflash_cli.probing.server_counters import ServerCounters, ServerMetrics
-from dflash_cli.probing.server_identity import find_identity, identify
+from dflash_cli.probing.counters.server_counters import ServerCounters, ServerMetrics
+from dflash_cli.probing.findings.replicas import find_identity, identify
+from dflash_cli.probing.servers.inference_server import ServerFacts
 
 
 def read(num_tokens: int, started_s: float | None = None) -> ServerMetrics:

@@ -8,16 +8,16 @@ import pytest
 
 from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.probing.http_client import HttpClient, ServerUnreachable
-from dflash_cli.probing.inference_server import (
+from dflash_cli.probing.runs.server_run import ServerRequest, run_server
+from dflash_cli.probing.servers.http_client import HttpClient, ServerUnreachable
+from dflash_cli.probing.servers.inference_server import (
     SERVERS,
     Asked,
     InferenceServer,
     ServerTokenizer,
     server_engines,
 )
-from dflash_cli.probing.recognition import open_server
-from dflash_cli.probing.server_run import ServerRequest, run_server
+from dflash_cli.probing.servers.recognition import open_server
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 from dflash_testing.fake_engines import FakeEngine, K, Text, make_text
 from dflash_testing.inference_servers import serving

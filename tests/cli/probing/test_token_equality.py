@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from dflash_cli.probing.token_equality import TokenEquality, TokenText, compare_texts
+from dflash_cli.probing.served.token_equality import TokenEquality, TokenText, compare_texts
 
 PROMPT = (1, 2, 3)
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import pytest
 
 import dflash_cli
-from dflash_cli.probing import probe_options, served_answers
+from dflash_cli.probing import probe_options
+from dflash_cli.probing.runs import served_answers
 from dflash_cli.probing.server_probe import Probed
 from dflash_runtime.errors import RequestError
 from dflash_testing.fake_engines import FakeEngine, Ids, Text
