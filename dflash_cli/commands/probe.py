@@ -16,7 +16,7 @@ from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.generation.answers import Event
-    from dflash_cli.probing.server_probe import Probed
+    from dflash_cli.probing.probe_result import Probed
 
 FAULT = 3
 

@@ -8,8 +8,8 @@ from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, value_text
 from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.probing.asking.question import QuestionReport
 from dflash_cli.probing.findings.attribution import Attribution
+from dflash_cli.probing.probe_result import Probed
 from dflash_cli.probing.served.token_equality import TokenEquality
-from dflash_cli.probing.server_probe import Probed
 from dflash_cli.terminal.shown import Table
 from dflash_runtime.phrases import plural
 

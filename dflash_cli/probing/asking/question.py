@@ -12,27 +12,20 @@ from typing import Annotated, Any
 from dflash_cli.probing.counters.counter_agreement import Answered, is_of_others, odd_counter
 from dflash_cli.probing.counters.server_counters import ServerCounters
 from dflash_cli.probing.findings.served_finding import ServedFinding
-from dflash_cli.probing.runs.served_answers import await_counters, has_come
+from dflash_cli.probing.runs.counter_watch import await_counters, has_come
 from dflash_cli.probing.runs.server_run import ServerRequest, ServerRun
 from dflash_cli.probing.served.chat_answers import ServedToolCall
+from dflash_cli.probing.served.served_answer import ServedAnswer
 from dflash_cli.probing.served.token_equality import TokenEquality, TokenText, texts_of_answers
 from dflash_cli.probing.servers.http_client import TimeIsUp
-from dflash_cli.probing.servers.inference_server import (
-    MEASURED,
-    Asked,
-    InferenceServer,
-    ServedAnswer,
-    ServerFacts,
-    Variant,
-)
+from dflash_cli.probing.servers.inference_server import MEASURED, Asked, InferenceServer, Variant
+from dflash_cli.probing.servers.server_facts import ServerFacts
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.registry import Registry
 
 CONTROL_LEN = 32
 LAST = "first-prompts-again"
 """The name of the question that comes after all others."""
-SLOW, SLOW_SECONDS = 5, 0.5
-"""An answer is slow if a token takes this many times as long as in other answers, and the answer this long."""
 
 
 class NotJudged(Exception):
@@ -166,23 +159,6 @@ class QuestionSession:
             raise
         except DFlashError:
             return {}
-
-    def find_slow(self, id: str, what: str, seconds: float, num_tokens: int) -> list[ServedFinding]:
-        """A finding if an answer took much longer per token than the measured answers, asked one at a time."""
-        if self.first.concurrency != 1 or not self.first.total.num_tokens or seconds < SLOW_SECONDS:
-            return []
-        usual, own = self.first.seconds / self.first.total.num_tokens, seconds / max(1, num_tokens)
-        if own > SLOW * usual and self.prompts:
-            now = self.ask(self.prompts[0], CONTROL_LEN)  # a server that has become slow is slow for all requests
-            usual = max(usual, now.seconds / max(1, now.num_tokens))
-        found = ServedFinding(
-            id=id,
-            severity="warning",
-            seen=f"{1000 * own:.0f} ms per token of {what}, {1000 * usual:.0f} ms of other answers",
-            follows="such requests are slow on this server; the cause is not known",
-            next="start the server without the draft and compare the times",
-        )
-        return [found] if own > SLOW * usual else []
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:

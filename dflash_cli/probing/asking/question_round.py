@@ -11,7 +11,7 @@ from dflash_cli.probing.asking.question import (
     QuestionReport,
     QuestionSession,
 )
-from dflash_cli.probing.findings.replicas import identify
+from dflash_cli.probing.counters.process_identity import identify
 from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.servers.http_client import ServerUnreachable, TimeIsUp
 from dflash_runtime.errors import DFlashError

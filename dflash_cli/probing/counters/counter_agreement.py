@@ -6,13 +6,11 @@ while the others show these answers and no more, counts something else.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from dflash_cli.probing.counters.server_counters import ServerCounters, differ
+from dflash_cli.probing.served.served_answer import ServedAnswer
 from dflash_runtime.phrases import plural
-
-if TYPE_CHECKING:
-    from dflash_cli.probing.servers.inference_server import ServedAnswer
 
 CLOSE = 0.02
 """A count equals a formula if it differs by this share, or by two tokens per answer."""
@@ -41,7 +39,7 @@ class Answered:
     num_accepted: int | None = None
 
     @classmethod
-    def of(cls, answers: Sequence["ServedAnswer"], num_prompt_tokens: int | None = None) -> "Answered":
+    def of(cls, answers: Sequence[ServedAnswer], num_prompt_tokens: int | None = None) -> "Answered":
         """The sums of these answers."""
         listed = [item.steps for item in answers if item.steps is not None]
         lists_all = len(listed) == len(answers)

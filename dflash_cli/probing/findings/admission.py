@@ -1,17 +1,17 @@
 """Requests that the server refuses because others run or wait: statuses 429 and 503, and its own declared limits."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
+from dflash_cli.probing.findings.evidence import Evidence, rule
 from dflash_cli.probing.findings.served_finding import ServedFinding
-from dflash_cli.probing.runs.server_run import ServerRun
-from dflash_cli.probing.servers.inference_server import ServerFacts
+from dflash_cli.probing.servers.server_facts import ServerFacts
 from dflash_runtime.phrases import plural
 
 
-def find_refusals(
-    facts: ServerFacts, runs: Sequence[ServerRun], concurrencies: Sequence[int]
-) -> Iterator[ServedFinding]:
+@rule("admission")
+def find_refusals(evidence: Evidence) -> Iterator[ServedFinding]:
     """At most one finding: refusals that were seen, or a limit below the number of requests that were asked for."""
+    facts, runs, concurrencies = evidence.facts, evidence.runs, evidence.concurrencies
     limit = _limit_text(facts)
     for run in runs:
         if run.concurrency > 1 and run.refusals:

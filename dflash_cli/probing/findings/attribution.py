@@ -15,21 +15,16 @@ The first rule that applies decides. docs/how-to/probe.md explains the rules to 
 A yardstick is a local result on the same prompts, or a run of another server.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from dflash_cli.acceptance.intervals.statistics import value_text
 from dflash_cli.comparing.result_comparison import Comparison
 from dflash_cli.generation.announcements import is_low
-from dflash_cli.probing.runs.server_run import ServerRun
-from dflash_cli.probing.served.token_equality import TokenEquality
-from dflash_cli.probing.servers.inference_server import ServerFacts
+from dflash_cli.probing.findings.evidence import Evidence
+from dflash_cli.probing.findings.load_changes import MUCH, is_lower_under_load, is_slight
 from dflash_runtime.phrases import plural
-
-SLIGHT, MUCH, VERY_MUCH, ALIKE, MIN_STEPS = 0.02, 1.1, 1.33, 0.8, 200
-"""A difference of at most a fiftieth is never a fault. Without a test, a fault needs a difference of a tenth, and a
-fall with load this many verify steps on each side."""
 
 Owner = Literal["checkpoint", "engine", "settings", "none", "undecided"]
 
@@ -46,44 +41,6 @@ class Attribution:
     @property
     def is_fault(self) -> bool:
         return self.owner in ("checkpoint", "engine", "settings")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """The measurements from which the cause is found.
-
-    runs          the server's runs, one for each concurrency
-    loads         each later run, compared with the first
-    yardsticks    the local result and the run of another server, compared with the first run
-    known_faults  findings of rules about the checkpoint on this engine and release
-    minimum       the lowest acceptance length the user accepts, if given
-    """
-
-    facts: ServerFacts
-    runs: Sequence[ServerRun]
-    loads: Sequence[Comparison] = ()
-    yardsticks: Sequence[Comparison] = ()
-    equalities: Sequence[TokenEquality] = ()
-    yardstick_equalities: Sequence[TokenEquality] = ()
-    known_faults: Sequence[str] = ()
-    minimum: float | None = None
-
-    @property
-    def lower_than(self) -> list[Comparison]:
-        """The yardsticks with a higher acceptance than the server."""
-        return [item for item in self.yardsticks if _is_higher(item)]
-
-    @property
-    def has_other_text(self) -> bool:
-        """Whether greedy answers of the server and of a yardstick differ by more than near-ties."""
-        return any(item.num_unexplained for item in self.yardstick_equalities)
-
-    @property
-    def is_low(self) -> bool:
-        counts = self.runs[0].total.counts
-        if self.minimum is not None:
-            return counts.acceptance_len is not None and counts.acceptance_len < self.minimum
-        return is_low(counts)
 
 
 def attribute(evidence: Evidence) -> Attribution:
@@ -112,7 +69,7 @@ def _not_drafting(evidence: Evidence) -> Attribution | None:
 
 
 def _other_settings(evidence: Evidence) -> Attribution | None:
-    for item in evidence.lower_than:
+    for item in _lower_than(evidence):
         widths = item.unlike.get("num_speculative_tokens")
         if widths is not None:
             return Attribution(
@@ -122,7 +79,7 @@ def _other_settings(evidence: Evidence) -> Attribution | None:
                 hint=f"start the server with K {widths[1]}, or measure {item.other.name} with -k {widths[0]}",
             )
     unlike = [item for item in evidence.yardstick_equalities if item.num_unlike]
-    if evidence.lower_than and unlike:
+    if _lower_than(evidence) and unlike:
         return Attribution(
             owner="settings",
             rule=3,
@@ -133,11 +90,11 @@ def _other_settings(evidence: Evidence) -> Attribution | None:
 
 
 def _lower(evidence: Evidence) -> Attribution | None:
-    if not evidence.lower_than:
+    if not _lower_than(evidence):
         return None
-    item = evidence.lower_than[0]
+    item = _lower_than(evidence)[0]
     hint = f"dflash validate DRAFT --target TARGET --engine {evidence.facts.engine} finds fields it reads differently"
-    if evidence.has_other_text:
+    if _has_other_text(evidence):
         hint = "the texts differ too, by more than near-ties: check that the target and its precision are the same"
     facts = evidence.facts
     stored = f"; the server stores keys and values as {facts.kv_dtype}" if facts.is_quantised else ""
@@ -176,7 +133,7 @@ def _unequal(evidence: Evidence) -> Attribution | None:
 
 
 def _checkpoint(evidence: Evidence) -> Attribution | None:
-    if not evidence.yardsticks or not evidence.is_low:
+    if not evidence.yardsticks or not _is_low(evidence):
         return None
     item = evidence.yardsticks[0]
     return Attribution(
@@ -187,30 +144,11 @@ def _checkpoint(evidence: Evidence) -> Attribution | None:
     )
 
 
-def is_lower_under_load(item: Comparison, equalities: Sequence[TokenEquality]) -> bool:
-    """Whether the run with more requests is lower by more than luck.
-
-    Without a test it must be lower by a tenth, or by a third if answers differ: other texts have other acceptance.
-    """
-    if item.total.estimate is not None:
-        return item.total.change == "lower" and not _is_slight(item)
-    alike = [found.num_same >= ALIKE * found.num_compared for found in equalities if found.other == item.other.name]
-    ratio = MUCH if alike and all(alike) else VERY_MUCH
-    counts = (item.base.counts, item.other.counts)
-    has_steps = all(side is not None and side.num_drafts >= MIN_STEPS for side in counts)
-    return has_steps and item.base.acceptance_len > ratio * item.other.acceptance_len
-
-
 def _is_higher(item: Comparison) -> bool:
     """Whether the other result is higher on these prompts by more than luck. Without a test: by more than a tenth."""
     if item.total.estimate is not None:
-        return item.total.change == "higher" and not _is_slight(item)
+        return item.total.change == "higher" and not is_slight(item)
     return item.other.acceptance_len > MUCH * item.base.acceptance_len
-
-
-def _is_slight(item: Comparison) -> bool:
-    """Whether rounding can cause a difference of this size, however certain it is."""
-    return abs(item.total.difference or 0) <= SLIGHT * item.base.acceptance_len
 
 
 def _lengths(item: Comparison) -> str:
@@ -221,3 +159,20 @@ def _lengths(item: Comparison) -> str:
 def _faults(ids: Iterable[str]) -> str:
     found = ", ".join(ids)
     return f"; known of this engine: {found}" if found else ""
+
+
+def _lower_than(evidence: Evidence) -> list[Comparison]:
+    """The yardsticks with a higher acceptance than the server."""
+    return [item for item in evidence.yardsticks if _is_higher(item)]
+
+
+def _has_other_text(evidence: Evidence) -> bool:
+    """Whether greedy answers of the server and of a yardstick differ by more than near-ties."""
+    return any(item.num_unexplained for item in evidence.yardstick_equalities)
+
+
+def _is_low(evidence: Evidence) -> bool:
+    counts = evidence.runs[0].total.counts
+    if evidence.minimum is not None:
+        return counts.acceptance_len is not None and counts.acceptance_len < evidence.minimum
+    return is_low(counts)

@@ -1,4 +1,4 @@
-"""Faults of the draft that a run shows: drafts by lookup, and a draft that does not fit the target.
+"""Faults of the draft that its acceptance shows: shapes of the curve, drafts by lookup, and a draft of another target.
 
 A weak draft knows its target: it is right about the first token in about half of the steps, and on some prompts more
 often. A draft of another target guesses frequent tokens. docs/how-to/probe.md states the limits.
@@ -6,11 +6,11 @@ often. A draft of another target guesses frequent tokens. docs/how-to/probe.md s
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from dflash_cli.probing.findings.evidence import Evidence, rule
 from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.runs.server_run import ServerRun
-from dflash_cli.probing.servers.inference_server import ServerFacts
 from dflash_runtime.metrics import AcceptanceCounts
 
 NEAR_ZERO_LEN, NEAR_ZERO_RATE, MIN_STEPS = 1.12, 0.1, 100
@@ -27,12 +27,23 @@ KINDS = {"instruct", "thinking", "base", "coder", "chat", "it", "pt", "vl", "mat
 """Words that tell models of one size apart."""
 
 
-def find_draft_faults(facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
-    """Findings about the draft."""
-    yield from _lookup(facts)
-    yield from _near_zero(runs[0])
-    yield from _low_everywhere(facts, runs[0])
-    yield from _fails_on_some(runs)
+@rule("drafting")
+def find_shapes(evidence: Evidence) -> Iterator[ServedFinding]:
+    """Acceptance of the first run that stops, drops or falls by position or context."""
+    run = evidence.runs[0]
+    ids = {"zeros": "acceptance-stops", "decay": "acceptance-falls-with-context", "cliff": "acceptance-cliff"}
+    width = run.widths.widest or round(run.widths.mean) if run.widths is not None else None
+    for shape in run.shapes:
+        id = ids.get(shape.name.split()[0])
+        if id is None or (id == "acceptance-stops" and shape.name.endswith(f" {width}")):
+            continue  # no draft token beyond the limit can be accepted
+        yield ServedFinding(
+            id=id,
+            severity="warning",
+            seen=f"{shape.name}: {shape.evidence}",
+            follows=f"the cause is not known; likely: {shape.causes}",
+            next=shape.test,
+        )
 
 
 def unlike_names(target: str | None, draft: str | None) -> list[str]:
@@ -45,7 +56,10 @@ def unlike_names(target: str | None, draft: str | None) -> list[str]:
     return [" and ".join("-".join(sorted(mine - other)) for mine, other in (pair, pair[::-1])) for pair in unlike]
 
 
-def _lookup(facts: ServerFacts) -> Iterator[ServedFinding]:
+@rule("drafting")
+def find_lookup(evidence: Evidence) -> Iterator[ServedFinding]:
+    """Drafts that come from earlier text, without a draft model."""
+    facts = evidence.facts
     if facts.is_lookup:
         beside = f", although the draft {facts.draft} is configured" if facts.draft else ""
         yield ServedFinding(
@@ -70,8 +84,10 @@ def _num_first(counts: AcceptanceCounts) -> int:
     return counts.per_pos_accepted[0] if counts.per_pos_accepted else counts.num_accepted_tokens
 
 
-def _near_zero(run: ServerRun) -> Iterator[ServedFinding]:
-    counts = run.total.counts
+@rule("drafting")
+def find_near_zero(evidence: Evidence) -> Iterator[ServedFinding]:
+    """Hardly any accepted draft token."""
+    counts = evidence.runs[0].total.counts
     if is_near_zero(counts):
         yield ServedFinding(
             id="acceptance-near-zero",
@@ -84,8 +100,10 @@ def _near_zero(run: ServerRun) -> Iterator[ServedFinding]:
         )
 
 
-def _low_everywhere(facts: ServerFacts, run: ServerRun) -> Iterator[ServedFinding]:
+@rule("drafting")
+def find_low_everywhere(evidence: Evidence) -> Iterator[ServedFinding]:
     """A low first position on all prompts. It is a fault with a mark that no weak draft has, otherwise a fact."""
+    facts, run = evidence.facts, evidence.runs[0]
     counts = run.total.counts
     is_low = any(shape.name == "flat and low" for shape in run.shapes)
     if not is_low or counts.num_drafts < MIN_STEPS or is_near_zero(counts) or _fits_some(run):
@@ -126,9 +144,10 @@ def _falls_after_first(counts: AcceptanceCounts) -> bool:
     return first - later > SIGMAS * error
 
 
-def _fails_on_some(runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
+@rule("drafting")
+def find_failing_prompts(evidence: Evidence) -> Iterator[ServedFinding]:
     """Two groups of prompts, the same in each run: the first draft token is hardly ever right, or usually is."""
-    known = [run for run in runs if any(item.histogram for item in run.conversations)]
+    known = [run for run in evidence.runs if any(item.histogram for item in run.conversations)]
     bad: set[str] = set.intersection(*map(_bad_prompts, known)) if known else set()
     if len(bad) < MIN_BAD:
         return

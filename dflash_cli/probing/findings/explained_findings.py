@@ -67,8 +67,10 @@ EXPLAINS: Mapping[str, set[str]] = {
     },
     "draft-not-engaged": NOT_DRAFTED,
     "draft-capped": SHAPES,
+    "draft-off-under-load": {"acceptance-falls-with-load"},
     "partly-drafted": {
-        "draft-off-under-load", "acceptance-falls-within-answers", "second-turn-lowers-acceptance", *NOT_DRAFTED,
+        "acceptance-falls-with-load", "draft-off-under-load", "acceptance-falls-within-answers",
+        "second-turn-lowers-acceptance", *NOT_DRAFTED,
     },
     "drafts-by-lookup": {
         "partly-drafted", "draft-off-under-load", "draft-capped", "acceptance-near-zero", "acceptance-stops",

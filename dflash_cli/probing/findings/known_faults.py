@@ -1,15 +1,12 @@
 """Check a draft with the rules of a running server's engine and release."""
 
 import re
-from typing import TYPE_CHECKING
 
 from dflash_cli.engines.serving_engine import all_engines, parse_engines
-
-if TYPE_CHECKING:
-    from dflash_cli.probing.servers.inference_server import InferenceServer
+from dflash_cli.probing.servers.inference_server import InferenceServer
 
 
-def known_faults(draft: str | None, target: str | None, server: "InferenceServer") -> list[str]:
+def known_faults(draft: str | None, target: str | None, server: InferenceServer) -> list[str]:
     """`C20 message` for each error that a rule finds in the draft; empty without a draft."""
     if draft is None:
         return []

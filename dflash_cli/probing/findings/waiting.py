@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
+from dflash_cli.probing.findings.evidence import Evidence, rule
 from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.runs.run_load import RunLoad, TimedAnswer
 from dflash_cli.probing.runs.server_run import ServerRun
-from dflash_cli.probing.servers.inference_server import ServerFacts
 from dflash_runtime.phrases import plural
 
 MIN_AT_ONCE, MIN_ALONE_S = 3, 0.01
@@ -25,8 +25,10 @@ QUEUED, MIN_QUEUED_S = 0.4, 0.02
 """Share of the answers' time, and seconds per answer, in the server's own queue from which requests wait in it."""
 
 
-def find_waiting(facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[ServedFinding]:
+@rule("waiting")
+def find_waiting(evidence: Evidence) -> Iterator[ServedFinding]:
     """At most one finding about requests that wait for each other."""
+    facts, runs = evidence.facts, evidence.runs
     if facts.max_concurrency == 1:
         yield _in_turn("info", "the server's settings allow 1 request at a time", "its settings say so")
         return

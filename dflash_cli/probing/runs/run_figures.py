@@ -9,9 +9,11 @@ from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, Summary, sum
 from dflash_cli.generation.answers import Answer
 from dflash_cli.probing.counters.counter_agreement import Answered, describe_odd, is_of_others
 from dflash_cli.probing.counters.server_counters import ServerCounters
-from dflash_cli.probing.runs.served_answers import CounterWatch, await_counters
+from dflash_cli.probing.runs.counter_watch import CounterWatch, await_counters
+from dflash_cli.probing.served.served_answer import ServedAnswer
 from dflash_cli.probing.servers.http_client import TimeIsUp
-from dflash_cli.probing.servers.inference_server import InferenceServer, ServedAnswer, ServerFacts
+from dflash_cli.probing.servers.inference_server import InferenceServer
+from dflash_cli.probing.servers.server_facts import ServerFacts
 from dflash_runtime.metrics import AcceptanceCounts
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural

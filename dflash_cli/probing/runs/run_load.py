@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from dflash_cli.generation.answers import Answer
 from dflash_cli.probing.counters.server_counters import ServerMetrics
-from dflash_cli.probing.servers.inference_server import ServedAnswer
+from dflash_cli.probing.served.served_answer import ServedAnswer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

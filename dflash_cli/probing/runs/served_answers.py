@@ -1,92 +1,27 @@
-"""Send one row of prompts to a server, turn by turn, and turn each answer into a `RequestOutput`."""
+"""Send rows of prompts to a server, several at a time, and turn each answer into a `RequestOutput`."""
 
 import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from queue import Empty, SimpleQueue
+from threading import Thread
 
 from dflash_cli.generation.answers import Answer
+from dflash_cli.generation.prompt_source import Failure
 from dflash_cli.generation.prompts import Conversation, PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_cli.probing.counters.counter_agreement import Answered, is_of_others, odd_counter
-from dflash_cli.probing.counters.server_counters import ServerCounters
-from dflash_cli.probing.servers.inference_server import Asked, InferenceServer, ServedAnswer, ServedSteps
+from dflash_cli.probing.runs.counter_watch import CounterWatch
+from dflash_cli.probing.runs.run_figures import Rows
+from dflash_cli.probing.runs.server_run import ServerRequest
+from dflash_cli.probing.served.served_answer import ServedAnswer, ServedSteps
+from dflash_cli.probing.servers.http_client import ServerUnreachable, TimeIsUp, refused_status
+from dflash_cli.probing.servers.inference_server import Asked, InferenceServer
 from dflash_runtime.errors import DFlashError
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import FinishReason
 from dflash_runtime.scheduling.request_output import RequestOutput
-
-MAX_UNCOUNTED, GLANCES = 3, 4
-COUNTER_WAITS, COUNTER_PAUSE_S = 40, 0.025
-"""How often and how long to wait for counters, which servers may update a moment after an answer."""
-
-
-class CounterWatch:
-    """Finds the steps of each answer from the counters before and after it, if requests come one at a time.
-
-    `num_foreign` counts answers during which requests of other clients ran too. Their steps are unknown. After
-    MAX_UNCOUNTED answers in a row that the server did not count in time, it waits for no more.
-    """
-
-    def __init__(self, server: InferenceServer, before: ServerCounters) -> None:
-        self._server = server
-        self._last = before
-        self._num_uncounted = self._num_glances = 0
-        self.num_foreign = 0
-
-    def glance(self) -> None:
-        """Read the counters after every GLANCES answers that list their own steps, to notice a restart."""
-        self._num_glances += 1
-        if self._num_glances % GLANCES == 0:
-            with suppress(DFlashError):
-                self._server.counters()
-
-    def steps_of(self, served: ServedAnswer) -> ServedSteps | None:
-        """The steps of the latest answer, or None if the counters do not show them."""
-        if self._num_uncounted >= MAX_UNCOUNTED:
-            return None
-        num_tokens = len(served.token_ids)
-        now = await_counters(self._server, self._last, num_requests=1, num_tokens=num_tokens)
-        risen = None if now is None else now.since(self._last)
-        is_counted = risen is not None and has_come(risen, num_requests=1, num_tokens=num_tokens)
-        self._num_uncounted = 0 if is_counted else self._num_uncounted + 1
-        self._last = now or self._last
-        if risen is None or risen.histogram is None:
-            return None
-        own = Answered.of([served])
-        if is_of_others(risen, own):
-            self.num_foreign += 1
-            return None
-        if odd_counter(risen, own) == "steps":
-            return None
-        try:
-            return ServedSteps.of_histogram(risen.histogram)
-        except ValueError:  # counters of another server
-            return None
-
-
-def await_counters(
-    server: InferenceServer, before: ServerCounters, *, num_requests: int, num_tokens: int
-) -> ServerCounters | None:
-    """The counters once they rose by `num_requests`, or by `num_tokens` if the server does not count requests.
-
-    After the longest wait the counters are returned as they are.
-    """
-    now = None
-    for _ in range(COUNTER_WAITS):
-        now = server.counters()
-        risen = None if now is None else now.since(before)
-        if risen is None or has_come(risen, num_requests=num_requests, num_tokens=num_tokens):
-            break
-        time.sleep(COUNTER_PAUSE_S)
-    return now
-
-
-def has_come(risen: ServerCounters, *, num_requests: int, num_tokens: int) -> bool:
-    """Whether counters rose by these requests, or by their tokens if the server does not count requests."""
-    if risen.num_requests is not None:
-        return risen.num_requests >= num_requests
-    return risen.num_tokens is None or risen.num_tokens >= num_tokens
 
 
 def ask_row(
@@ -160,3 +95,77 @@ def _committed(lengths: Sequence[int], num_tokens: int) -> tuple[int, ...]:
         cut = min(surplus, kept[step] - 1)
         kept[step], surplus = kept[step] - cut, surplus - cut
     return tuple(kept)
+
+
+MAX_FAILED_IN_A_ROW = 3
+"""After this many unanswered prompts in a row the run ends."""
+
+
+def ask_all(
+    server: InferenceServer,
+    request: ServerRequest,
+    rows: Sequence[PromptRow],
+    concurrency: int,
+    watch: CounterWatch | None,
+) -> Iterator[Rows | Failure | TimeIsUp]:
+    """Each row's answers, or its failure, in order of completion."""
+    todo: SimpleQueue[PromptRow] = SimpleQueue()
+    done: SimpleQueue[tuple[PromptRow, Rows | Exception]] = SimpleQueue()
+
+    def work() -> None:
+        with suppress(Empty):
+            while True:
+                row = todo.get_nowait()
+                try:
+                    asked = request.asked
+                    found = list(ask_row(server, request.tokenizer, row, asked, chat=request.chat, watch=watch))
+                    done.put((row, found))
+                except Exception as error:
+                    done.put((row, error))
+
+    for row in rows:
+        todo.put(row)
+    # Daemon threads, because Python waits at exit for the threads of a pool, and a request may take minutes.
+    for _ in range(min(concurrency, len(rows))):
+        Thread(target=work, daemon=True).start()
+    try:
+        yield from _collect(done, len(rows), request, is_loaded=concurrency > 1)
+    finally:
+        with suppress(Empty):
+            while True:
+                todo.get_nowait()
+
+
+def _collect(
+    done: "SimpleQueue[tuple[PromptRow, Rows | Exception]]", num_rows: int, request: ServerRequest, *, is_loaded: bool
+) -> Iterator[Rows | Failure | TimeIsUp]:
+    """The items of `done` as they arrive. With several requests at a time, refusals for too many do not end the run.
+
+    Raises:
+        ServerUnreachable: several prompts in a row got no answer.
+    """
+    num_failed = num_done = 0
+    for _ in range(num_rows):
+        row, found = done.get()
+        if isinstance(found, TimeIsUp):
+            yield found
+            continue
+        if isinstance(found, ServerUnreachable):
+            num_failed += 1
+            is_full = is_loaded and refused_status(found.message) is not None
+            if num_failed >= min(MAX_FAILED_IN_A_ROW, num_rows) and not is_full:
+                raise _gone(found, num_done, request) from found
+        if isinstance(found, DFlashError):
+            yield Failure(row.index, row.id, f"{row.where}: {found.message}", exit_code=found.exit_code)
+        elif isinstance(found, Exception):
+            raise found
+        else:
+            yield found
+            num_failed, num_done = 0, num_done + 1
+
+
+def _gone(error: ServerUnreachable, num_done: int, request: ServerRequest) -> ServerUnreachable:
+    kept = f"; {plural(num_done, 'answer')} kept in {request.journal}" if request.journal is not None else ""
+    hint = "repeat the command with --resume to continue" if request.journal is not None else error.hint
+    reason = error.message.removeprefix(f"{error.path}: ")
+    return ServerUnreachable(f"{reason}{kept}", id=error.id, path=error.path, hint=hint)

@@ -1,11 +1,10 @@
-"""Read tool calls from answers in the form of OpenAI's chat completions, which all engines share."""
+"""Answers to chats in the form of OpenAI's chat completions, which all engines share, and their tool calls."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.served.chat_protocol import list_calls, stream_faults, whole_faults
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.json_values import as_object, is_int
@@ -100,25 +99,6 @@ def _events(lines: Sequence[str], *, is_open: bool) -> list[Mapping[str, Any]]:
     return found
 
 
-def find_protocol_faults(whole: Sequence[ServedToolCall], streamed: Sequence[ServedToolCall]) -> list[ServedFinding]:
-    """A finding if answers in one piece or streamed differ from OpenAI's protocol."""
-    forms = {"in one piece": whole, "streamed": streamed}
-    faults = {form: list(dict.fromkeys(fault for item in own for fault in item.faults)) for form, own in forms.items()}
-    seen = [f"{form}: {'; '.join(found)}" for form, found in faults.items() if found]
-    if not seen:
-        return []
-    sound = [form for form, found in faults.items() if not found and forms[form]]
-    finding = ServedFinding(
-        id="chat-protocol-broken",
-        severity="error",
-        seen=", ".join(seen) + (f"; answers {sound[0]} are as the protocol says" if sound else ""),
-        follows="clients of OpenAI's protocol fail on such answers or miss the call. Types of fields do not depend on "
-        "the draft: the server's writer of chat answers or a gateway is the reason",
-        next="look for a newer release or another parser of tool calls, and report it to the engine",
-    )
-    return [finding]
-
-
 def _thought(message: Mapping[str, Any]) -> str:
     """The reasoning of a message. Names differ between engines and releases."""
     return _text(message.get("reasoning_content")) or _text(message.get("reasoning")) or ""
@@ -130,3 +110,12 @@ def _text(value: object) -> str | None:
 
 def _count(value: object) -> int | None:
     return value if is_int(value) and 0 <= value < MAX_TOKENS else None
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredChat:
+    """An answer to a chat. `question` is the same for the same messages."""
+
+    question: str
+    is_streamed: bool
+    answer: ServedToolCall

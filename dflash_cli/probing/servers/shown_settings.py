@@ -1,4 +1,4 @@
-"""Find settings that make verification lossy in a server's own description, in whatever part of it they are.
+"""Read settings from documents in forms that several engines share: lossy verification, adapters and own penalties.
 
 Sources: SGLang's `srt/server_args.py` has the thresholds and `srt/environ.py` the simulated acceptance. vLLM's
 `config/speculative.py` has the methods. vLLM shows its settings only with `VLLM_SERVER_DEV_MODE=1`.
@@ -6,6 +6,10 @@ Sources: SGLang's `srt/server_args.py` has the thresholds and `srt/environ.py` t
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from dflash_cli.probing.servers.inference_server import MAX_MODELS, MAX_SHOWN_CHARS
+from dflash_runtime.json_values import as_object, is_number
+from dflash_runtime.phrases import shorten
 
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 """A draft token is accepted at this probability and more. 1.0 is exact."""
@@ -48,3 +52,26 @@ def _number(value: Any) -> float | None:
         return None if isinstance(value, bool) or value is None else float(value)
     except (TypeError, ValueError):
         return None
+
+
+def adapters_of(models: object, model: str) -> tuple[str, ...]:
+    """The names in a list of models that have `model` as their parent."""
+    names = [item.get("id") for item in _items(models) if item.get("parent") == model]
+    return tuple(shorten(name, MAX_SHOWN_CHARS) for name in names if isinstance(name, str))
+
+
+def parent_of(models: object, model: str) -> str | None:
+    """The parent of `model` if it is an adapter, or None."""
+    found = [item.get("parent") for item in _items(models) if item.get("id") == model]
+    return next((name for name in found if isinstance(name, str) and name and name != model), None)
+
+
+def _items(models: object) -> list[Mapping[str, Any]]:
+    return [as_object(item) for item in models[:MAX_MODELS]] if isinstance(models, list) else []
+
+
+def own_penalties(settings: object, neutral: Mapping[str, Any]) -> str | None:
+    """`repeat_penalty 1.2`: the penalties in a document of defaults that differ from `neutral`, or None."""
+    found = as_object(settings)
+    names = [name for name, value in neutral.items() if is_number(found.get(name)) and found[name] != value]
+    return ", ".join(f"{name} {found[name]:g}" for name in names) or None

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.findings.draft_fit import unlike_names
-from dflash_cli.probing.findings.explained_findings import drop_explained
-from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_testing.scripted_faults import (
     Ageing,
     Fading,
@@ -48,7 +45,9 @@ from dflash_testing.scripted_operations import (
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 OTHER_TARGET: dict[str, Any] = {**S, "first_rate": 0.24, "rate": 0.24}
+
 INFO = "/server_info"
+
 NAMES = {"model_path": "org/Chat-8B-Thinking", "speculative_draft_model_path": "org/Chat-8B-Instruct-DFlash"}
 
 
@@ -62,6 +61,7 @@ class Dev(Script):
 
 SLOW = {"38", "40", "42", "44 vllm", "47", "48"}
 """Variants that read counters after each answer."""
+
 FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "21 steps": (partial(Fading, **STEPS), {"acceptance-falls-within-answers"}),
     "21 counters": (partial(Fading, **V), {"acceptance-falls-within-answers"}),
@@ -171,21 +171,6 @@ def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.Monkey
     assert named(found) == ids, [(item.id, item.seen) for item in found.findings]
 
 
-@pytest.mark.parametrize(
-    ("target", "draft", "unlike"),
-    [
-        ("org/Chat-8B-Thinking-2509", "org/Chat-8B-Instruct-DFlash-b8", ["thinking and instruct"]),
-        ("org/Chat-30B-A3B", "org/Chat-8B-DFlash", ["30b and 8b"]),
-        ("org/Chat-8B", "/models/dflash-chat-8b-0.5B", []),
-        ("org/Chat-8B-Instruct", "org/Chat-8B-DFlash-b16", []),
-        ("/models/target", "/models/draft", []),
-        (None, "org/Chat-8B-DFlash", []),
-    ],
-)
-def test_names_contradict_each_other_by_size_or_kind(target: str | None, draft: str, unlike: list[str]) -> None:
-    assert unlike_names(target, draft) == unlike
-
-
 def test_evidence_names_the_penalty_the_slots_and_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     evidence = {
         "23": "already has", "27": "3 of its 4 slots", "25 names": "thinking and instruct",
@@ -194,17 +179,3 @@ def test_evidence_names_the_penalty_the_slots_and_the_names(monkeypatch: pytest.
     for name, words in evidence.items():
         (item,) = probe_script(monkeypatch, FAULTS[name][0]()).findings
         assert words in item.seen
-
-
-@pytest.mark.parametrize(
-    ("ids", "kept"),
-    [
-        (("acceptance-cliff", "draft-capped"), ["draft-capped"]),
-        (("several-replicas", "draft-capped"), ["several-replicas"]),
-        (("drafts-by-lookup", "acceptance-falls-with-time"), ["drafts-by-lookup", "acceptance-falls-with-time"]),
-    ],
-    ids=["cap", "replicas", "lookup"],
-)
-def test_a_finding_that_follows_from_another_is_dropped(ids: tuple[str, ...], kept: list[str]) -> None:
-    found = [ServedFinding(id=id, severity="warning", seen="", follows="", next="") for id in ids]
-    assert [item.id for item in drop_explained(found)] == kept

@@ -1,10 +1,9 @@
-"""One server, a restart and several servers, told apart by readings of their metrics."""
+"""Readings of one process, of a restarted one and of several."""
 
 import pytest
 
+from dflash_cli.probing.counters.process_identity import identify
 from dflash_cli.probing.counters.server_counters import ServerCounters, ServerMetrics
-from dflash_cli.probing.findings.replicas import find_identity, identify
-from dflash_cli.probing.servers.inference_server import ServerFacts
 
 
 def read(num_tokens: int, started_s: float | None = None) -> ServerMetrics:
@@ -31,17 +30,3 @@ def test_counters_that_fall_once_are_a_restart_and_counters_that_come_back_are_s
 @pytest.mark.parametrize(("starts", "expected"), [((7, 7, 7), "one"), ((7, 7, 9), "restarted"), ((7, 9, 7), "several")])
 def test_a_start_that_comes_back_is_of_several_servers(starts: tuple[float, ...], expected: str) -> None:
     assert identify([read(5, start) for start in starts]) == expected
-
-
-def test_descriptions_that_alternate_are_of_several_servers() -> None:
-    first, second = (ServerFacts(engine="vllm", release=name, model="m", is_drafting=True) for name in ("1.0", "2.0"))
-    several, unlike = find_identity([first, second, first], [], 0)
-    assert (several.id, unlike.id) == ("several-replicas", "unlike-replicas")
-    assert "1.0 and 2.0" in unlike.seen
-    assert find_identity([first, first], [], 0) == []
-
-
-def test_counters_that_rise_before_the_first_request_are_of_other_clients() -> None:
-    (found,) = find_identity([], [read(5), read(9)], 2)
-    assert found.id == "foreign-traffic"
-    assert find_identity([], [read(5), read(9)], 1) == []

@@ -8,7 +8,8 @@ import pytest
 
 from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.generation.prompts import PromptRow
-from dflash_cli.probing.runs.server_run import ServerRequest, run_server
+from dflash_cli.probing.runs.run_measurement import run_server
+from dflash_cli.probing.runs.server_run import ServerRequest
 from dflash_cli.probing.servers.http_client import HttpClient, ServerUnreachable
 from dflash_cli.probing.servers.inference_server import (
     SERVERS,

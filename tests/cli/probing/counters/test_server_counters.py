@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from dflash_cli.probing.counters.server_counters import ServerCounters, read_metrics
+from dflash_cli.probing.counters.metrics_text import read_metrics
+from dflash_cli.probing.counters.server_counters import ServerCounters
 from dflash_cli.probing.servers.inference_server import SERVERS, server_engines
 from dflash_runtime.errors import UnsupportedError
 from dflash_testing.fake_engines import FakeEngine, Text

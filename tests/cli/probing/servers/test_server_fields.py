@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.counters.server_counters import read_metrics
+from dflash_cli.probing.counters.metrics_text import read_metrics
 from dflash_cli.probing.servers.inference_server import (
     MEASURED,
     SERVERS,

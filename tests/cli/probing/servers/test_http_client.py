@@ -11,17 +11,22 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.counters.server_counters import read_metrics
+from dflash_cli.probing.counters.metrics_text import read_metrics
 from dflash_cli.probing.served.chat_answers import read_streamed_call
 from dflash_cli.probing.servers import http_client
 from dflash_cli.probing.servers.http_client import HttpClient, ServerUnreachable, TimeIsUp
-from dflash_cli.probing.servers.inference_server import SERVERS, Asked, ServerFacts, server_engines
+from dflash_cli.probing.servers.inference_server import SERVERS, Asked, server_engines
+from dflash_cli.probing.servers.recognition import open_server
+from dflash_cli.probing.servers.server_facts import ServerFacts
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.metrics import MAX_DRAFT_TOKENS
 from dflash_testing.deadline import deadline
+from dflash_testing.fake_engines import FakeEngine
+from dflash_testing.inference_servers import serving
 from dflash_testing.refusals import refuses
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
 DEEP = b"[" * 100_000
 
 Send = Callable[[Callable[[bytes], object]], object]
@@ -122,6 +127,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "sglang": {"output_ids": [1], "text": "a", "meta_info": {"finish_reason": {"type": "stop"}}},
     "llama.cpp": {"tokens": [1], "content": "a", "timings": {}},
 }
+
 CHANGES: dict[str, dict[str, Any]] = {
     "vllm": {
         "metrics": {"speculative_decoding": {"acceptance_histogram": [10**12]}},
@@ -180,3 +186,11 @@ def test_a_connection_that_breaks_before_an_event_is_no_answer() -> None:
     broken: Send = lambda write: write(HEAD + b"Content-Length: 99\r\n\r\ndata: {")  # noqa: E731
     with deadline(10), sending(broken) as client, refuses(ServerUnreachable, "no-answer"):
         client.post_text("/x", {})
+
+
+def test_refusals_are_counted_with_each_retry() -> None:
+    with serving(FakeEngine(faults={0: "503"})) as engine:
+        server = open_server(HttpClient(engine.url, num_retries=0))
+        with refuses(ServerUnreachable, "no-answer"):
+            server.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 4}, dict)
+    assert dict(server.client.refusals) == {503: 1}

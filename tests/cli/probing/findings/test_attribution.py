@@ -9,10 +9,12 @@ from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, Summary
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import Comparison, compare_results
-from dflash_cli.probing.findings.attribution import Evidence, attribute
+from dflash_cli.probing.findings.attribution import attribute
+from dflash_cli.probing.findings.evidence import Evidence
 from dflash_cli.probing.runs.server_run import ServerRun
 from dflash_cli.probing.served.token_equality import TokenDifference, TokenEquality
-from dflash_cli.probing.servers.inference_server import Asked, ServerFacts
+from dflash_cli.probing.servers.inference_server import Asked
+from dflash_cli.probing.servers.server_facts import ServerFacts
 from dflash_runtime.metrics import AcceptanceCounts
 
 FACTS = ServerFacts(engine="vllm", release="0.33.0", model="m", is_drafting=True, num_draft_tokens=7)
