@@ -45,6 +45,8 @@ LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "phrases",
             "whole_files",
             "documents",
+            "json_types",
+            "key_marks",
         )
     },
     "dflash_cli": {"base": ("version",)},
