@@ -11,9 +11,7 @@ from dflash_cli.probing.asking.question import QuestionReport
 from dflash_cli.probing.findings.attribution import Attribution
 from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.runs.server_run import ServerRun
-from dflash_cli.probing.served.token_equality import (
-    TokenEquality,
-)
+from dflash_cli.probing.served.token_equality import TokenEquality
 from dflash_cli.probing.servers.server_facts import ServerFacts
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.documents import HIDDEN, NOT_REQUIRED, computed_key

@@ -7,13 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dflash_cli.probing.asking.long_prompts import ANSWER_LEN, make_long_prompts
-from dflash_cli.probing.asking.question import (
-    QUESTIONS,
-    CountedAnswer,
-    Outcome,
-    QuestionSession,
-    pooled_length,
-)
+from dflash_cli.probing.asking.question import QUESTIONS, CountedAnswer, Outcome, QuestionSession, pooled_length
 from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.served.token_equality import FAULT_NATS, TokenText, compare_texts
 from dflash_cli.probing.servers.inference_server import Variant

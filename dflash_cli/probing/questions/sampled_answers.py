@@ -27,7 +27,6 @@ from dflash_cli.probing.servers.inference_server import MEASURED, Variant
 from dflash_runtime.phrases import plural
 
 NUM_ANSWERS, ANSWER_LEN, TEMPERATURE = 3, 64, 0.7
-
 FLAT, FLAT_TEMPERATURE, NUM_FLAT, MIN_FLAT_TOKENS = Variant(decoding="flat"), 2.0, 8, 64
 """Tokens at a high temperature that a sampling server gives as the greedy ones with hardly any probability."""
 NUM_PROMPTS, MIN_PROMPTS, NUM_FIRST = 3, 2, 16

@@ -23,7 +23,6 @@ from dflash_runtime.notices import Notice
 
 GLANCES = (1, 4)
 """Places of answers after which the metrics are read."""
-
 MIN_ENDED = 2
 """Answers of a run that end with one token, from which it is an end token."""
 

@@ -45,9 +45,7 @@ from dflash_testing.scripted_operations import (
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 OTHER_TARGET: dict[str, Any] = {**S, "first_rate": 0.24, "rate": 0.24}
-
 INFO = "/server_info"
-
 NAMES = {"model_path": "org/Chat-8B-Thinking", "speculative_draft_model_path": "org/Chat-8B-Instruct-DFlash"}
 
 
@@ -61,7 +59,6 @@ class Dev(Script):
 
 SLOW = {"38", "40", "42", "44 vllm", "47", "48"}
 """Variants that read counters after each answer."""
-
 FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
     "21 steps": (partial(Fading, **STEPS), {"acceptance-falls-within-answers"}),
     "21 counters": (partial(Fading, **V), {"acceptance-falls-within-answers"}),

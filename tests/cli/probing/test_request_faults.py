@@ -12,7 +12,6 @@ from dflash_testing.scripted_requests import Certain, Crowded, Drawing, Ending, 
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 BARE: dict[str, Any] = {**L, "has_metrics": False}
-
 FAULTS: dict[str, tuple[Callable[[], Script], str, str]] = {
     "67 sglang": (partial(Drawing, **S, drawn="first"), "temperature-ignored", "0 of 252"),
     "67 vllm": (partial(Drawing, **STEPS, drawn="last of eight"), "temperature-ignored", "are expected"),
@@ -36,7 +35,6 @@ FAULTS: dict[str, tuple[Callable[[], Script], str, str]] = {
     "73 vllm": (partial(Drawing, **STEPS, has_no_seed=True), "seeds-ignored", "3 of 3 prompts"),
     "73 llama.cpp": (partial(Drawing, **BARE, has_no_seed=True), "seeds-ignored", "3 of 3 prompts"),
 }  # fmt: skip
-
 SLOW = {"67 llama.cpp", "69 vllm", "71 vllm", "70 llama.cpp", "72 sglang", "73 llama.cpp"}
 """Variants of other engines."""
 

@@ -8,7 +8,6 @@ from dflash_cli.probing.counters.counter_agreement import Answered, describe_odd
 from dflash_cli.probing.counters.server_counters import ServerCounters
 
 OWN = Answered(num_answers=10, num_tokens=640, num_prompt_tokens=900)
-
 SOUND_RISE: dict[str, Any] = {
     "num_drafts": 200, "num_draft_tokens": 1400, "num_accepted_tokens": 430, "per_pos_accepted": (180, 150, 100),
     "num_requests": 10, "num_tokens": 640,

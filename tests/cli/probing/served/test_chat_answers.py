@@ -52,7 +52,6 @@ def test_a_field_of_another_type_than_the_protocol_says_is_found(place: str, val
 
 
 FIRST = {"index": 0, "id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
-
 REST = {"index": 0, "function": {"arguments": "{}"}}
 
 

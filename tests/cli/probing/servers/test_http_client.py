@@ -26,7 +26,6 @@ from dflash_testing.inference_servers import serving
 from dflash_testing.refusals import refuses
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-
 DEEP = b"[" * 100_000
 
 Send = Callable[[Callable[[bytes], object]], object]
@@ -127,7 +126,6 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "sglang": {"output_ids": [1], "text": "a", "meta_info": {"finish_reason": {"type": "stop"}}},
     "llama.cpp": {"tokens": [1], "content": "a", "timings": {}},
 }
-
 CHANGES: dict[str, dict[str, Any]] = {
     "vllm": {
         "metrics": {"speculative_decoding": {"acceptance_histogram": [10**12]}},

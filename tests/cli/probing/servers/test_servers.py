@@ -11,13 +11,7 @@ from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.probing.runs.run_measurement import run_server
 from dflash_cli.probing.runs.server_run import ServerRequest
 from dflash_cli.probing.servers.http_client import HttpClient, ServerUnreachable
-from dflash_cli.probing.servers.inference_server import (
-    SERVERS,
-    Asked,
-    InferenceServer,
-    ServerTokenizer,
-    server_engines,
-)
+from dflash_cli.probing.servers.inference_server import SERVERS, Asked, InferenceServer, ServerTokenizer, server_engines
 from dflash_cli.probing.servers.recognition import open_server
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 from dflash_testing.fake_engines import FakeEngine, K, Text, make_text
