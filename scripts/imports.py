@@ -3,7 +3,8 @@
 python scripts/imports.py
 
 A room is a folder of modules. A package's own folder counts as two rooms, base and top. The package's other rooms
-import modules of the base, and modules of the top import the other rooms. The lowest level is 1.
+import modules of the base, and modules of the top import the other rooms. Each folder in a folder of `NESTED` is a room
+too. The lowest level is 1.
 """
 
 import ast
@@ -27,6 +28,9 @@ WINGS: Mapping[str, frozenset[str]] = {
 }
 """Wing of `dflash_cli` -> its folders. The checkpoint wing never imports the measuring wing."""
 
+NESTED = frozenset(("dflash_cli/probing",))
+"""Folders with folders that have levels of their own."""
+
 LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "dflash_runtime": {
         "base": (
@@ -41,6 +45,8 @@ LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "phrases",
             "whole_files",
             "documents",
+            "json_types",
+            "key_marks",
         )
     },
     "dflash_cli": {"base": ("version",)},
@@ -49,14 +55,18 @@ LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 
 def room_of(module: str) -> str:
-    """The room of a module: `cli/formats` for `dflash_cli.formats.native`, `cli (top)` for `dflash_cli.main`."""
+    """The room of a module: `cli/formats` for `dflash_cli.formats.native`, `cli (top)` for `dflash_cli.main`.
+
+    A module in a folder of `NESTED`, such as `dflash_cli.probing.runs.run_load`, is in `cli/probing/runs`.
+    """
     package, *rest = module.split(".")
     short = package.removeprefix("dflash_")
     if package == "dflash_kernels":
         return short
     head = rest[0] if rest else ""
     if (ROOT / PACKAGES[package] / head).is_dir() and head:
-        return f"{short}/{head}"
+        is_inner = f"{package}/{head}" in NESTED and (ROOT / PACKAGES[package] / "/".join(rest[:2])).is_dir()
+        return "/".join((short, *rest[: 2 if is_inner else 1]))
     group = next((name for name, members in LOWER[package].items() if head in members), "top")
     return f"{short} ({group})"
 
@@ -160,7 +170,7 @@ def draw() -> str:
     in_circles = sorted(rooms - placed.keys())
     nearest = reduced(edges) if not in_circles else {}
     lines = [
-        f"{placed[room]:>2}  {room:20} {', '.join(nearest.get(room, []))}".rstrip()
+        f"{placed[room]:>2}  {room:22} {', '.join(nearest.get(room, []))}".rstrip()
         for room in sorted(placed, key=lambda room: (-placed[room], room))
     ]
     folders = {room.partition(" ")[0] for room in rooms}

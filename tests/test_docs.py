@@ -74,11 +74,14 @@ def test_every_failure_has_a_test_that_exists() -> None:
 
 
 def test_architecture_names_every_module() -> None:
-    """The page on architecture names each module of the runtime's own folder and each folder of `dflash_cli`."""
+    """The page names each module of the runtime's folder, each folder of `dflash_cli` and of its probe."""
     text = documentation.text("architecture")
     modules = [file.name for file in (ROOT / "runtime" / "dflash_runtime").glob("*.py") if file.name != "__init__.py"]
+    product = ROOT / "dflash_cli"
     folders = [
-        f"{item.name}/" for item in (ROOT / "dflash_cli").iterdir() if item.is_dir() and item.name[0] not in "._"
+        f"{item.relative_to(product)}/"
+        for item in (*product.iterdir(), *(product / "probing").iterdir())
+        if item.is_dir() and item.name[0] not in "._"
     ]
     missing = [name for name in [*modules, *folders] if name not in text]
     assert not missing

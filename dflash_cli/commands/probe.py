@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash_cli.probing.http_client import base_url
 from dflash_cli.probing.probe_options import ProbeOptions, ProbePlan, open_probe
+from dflash_cli.probing.servers.http_client import base_url
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.requests import Argument, verb
@@ -16,7 +16,7 @@ from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from dflash_cli.generation.answers import Event
-    from dflash_cli.probing.server_probe import Probed
+    from dflash_cli.probing.probe_result import Probed
 
 FAULT = 3
 

@@ -67,7 +67,7 @@ KINDS: Mapping[str, Kind] = {
         "dflash_runtime.device.memory_parts:MemoryParts",
     ),
     "lock": Kind("What dflash lock writes", ("checkpoints.lock:LockDocument",)),
-    "probe": _printed("probe", "probing.server_probe:Probed"),
+    "probe": _printed("probe", "probing.probe_result:Probed"),
     "pull": _printed("pull", "publishing.pull_plan:PullResult"),
     "push": _printed("push", "publishing.push_plan:PushResult"),
     "report": _printed("report", "publishing.report_format:ReportDocument"),

@@ -15,12 +15,12 @@ from dflash_cli.documents.atomic_file import check_parent
 from dflash_cli.generation.prompt_sets import default_prompts, read_prompts
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer, template_arguments
-from dflash_cli.probing.http_client import HttpClient
-from dflash_cli.probing.inference_server import Asked, InferenceServer, ServerTokenizer
-from dflash_cli.probing.recognition import check_engine, open_server
-from dflash_cli.probing.served_faults import known_faults
-from dflash_cli.probing.server_run import ServerRequest
-from dflash_cli.probing.token_equality import NEAR_TIE_NATS
+from dflash_cli.probing.findings.known_faults import known_faults
+from dflash_cli.probing.runs.server_run import ServerRequest
+from dflash_cli.probing.served.token_equality import NEAR_TIE_NATS
+from dflash_cli.probing.servers.http_client import HttpClient
+from dflash_cli.probing.servers.inference_server import Asked, InferenceServer, ServerTokenizer
+from dflash_cli.probing.servers.recognition import check_engine, open_server
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import GateOptions, PromptOptions, ResumableOptions, VerdictOptions
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dflash_cli.acceptance.acceptance_report import MEANING, position_table
 from dflash_cli.acceptance.intervals.statistics import DEFINITIONS, value_text
 from dflash_cli.comparing.result_comparison import Comparison
-from dflash_cli.probing.attribution import Attribution
-from dflash_cli.probing.question import QuestionReport
-from dflash_cli.probing.server_probe import Probed
-from dflash_cli.probing.token_equality import TokenEquality
+from dflash_cli.probing.asking.question import QuestionReport
+from dflash_cli.probing.findings.attribution import Attribution
+from dflash_cli.probing.probe_result import Probed
+from dflash_cli.probing.served.token_equality import TokenEquality
 from dflash_cli.terminal.shown import Table
 from dflash_runtime.phrases import plural
 

@@ -1,42 +1,32 @@
 """Measure whether a server drafts, its acceptance length against a yardstick, and the cause if it is low."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, ClassVar
 
 from dflash_cli.acceptance.journal import check_journal
-from dflash_cli.comparing.comparison_report import ComparisonEntry, compared_results
 from dflash_cli.comparing.measured_result import MeasuredResult, read_result
-from dflash_cli.comparing.result_comparison import Comparison, compare_results
 from dflash_cli.generation.answers import Event
-from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import Conversation
-from dflash_cli.probing.admission import find_refusals
-from dflash_cli.probing.attribution import Attribution, Evidence, attribute
-from dflash_cli.probing.explained_findings import UNREPEATABLE, drop_explained
-from dflash_cli.probing.http_client import ServerUnreachable
-from dflash_cli.probing.inference_server import InferenceServer, ServerFacts
+from dflash_cli.probing.asking.chat_findings import find_cut_streams
+from dflash_cli.probing.asking.question import QuestionReport, QuestionSession
+from dflash_cli.probing.asking.question_round import ask_questions
+from dflash_cli.probing.counters.process_identity import NUM_LOOKS
+from dflash_cli.probing.findings.attribution import attribute
+from dflash_cli.probing.findings.evidence import Evidence, find_all
+from dflash_cli.probing.findings.explained_findings import UNREPEATABLE, drop_explained
+from dflash_cli.probing.findings.replicas import find_identity
+from dflash_cli.probing.findings.served_finding import ServedFinding, sort_findings
 from dflash_cli.probing.probe_options import ProbePlan
-from dflash_cli.probing.question import QuestionReport, QuestionSession
-from dflash_cli.probing.question_round import ask_questions
-from dflash_cli.probing.run_findings import find_in_runs
-from dflash_cli.probing.served_finding import ServedFinding, sort_findings
-from dflash_cli.probing.server_identity import NUM_LOOKS, find_identity, look_at, unlike_answers
-from dflash_cli.probing.server_run import ServerRequest, ServerRun, run_server
-from dflash_cli.probing.stream_ends import find_cut_streams
-from dflash_cli.probing.token_equality import (
-    TokenEquality,
-    TokenText,
-    Turn,
-    compare_texts,
-    texts_of_answers,
-    texts_of_file,
-)
-from dflash_cli.terminal.shown import Shown
-from dflash_runtime.documents import HIDDEN, NOT_REQUIRED, computed_key
-from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
+from dflash_cli.probing.probe_result import OtherServer, Probed
+from dflash_cli.probing.run_comparison import compare_lengths, compare_tokens, engaged_results
+from dflash_cli.probing.runs.run_measurement import run_server
+from dflash_cli.probing.runs.server_run import ServerRequest, ServerRun
+from dflash_cli.probing.servers.http_client import ServerUnreachable
+from dflash_cli.probing.servers.inference_server import InferenceServer
+from dflash_cli.probing.servers.server_facts import ServerFacts
+from dflash_runtime.errors import RequestError, UnsupportedError, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
@@ -52,66 +42,6 @@ BESIDE = "beside"
 Observe = Callable[[str], Callable[[Event], None]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OtherServer:
-    """The other server that a probe asked, and its run."""
-
-    server: ServerFacts
-    run: ServerRun
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Probed(Shown):
-    """Result of `dflash probe`."""
-
-    KIND: ClassVar[str] = "probe"
-
-    url: str
-    server: ServerFacts
-    runs: Annotated[tuple[ServerRun, ...], "one for each concurrency"]
-    beside: Annotated[OtherServer | None, "the other server"] = None
-    equalities: tuple[TokenEquality, ...] = ()
-    questions: Annotated[tuple[QuestionReport, ...], NOT_REQUIRED, "what was asked beside the prompts"] = ()
-    findings: Annotated[tuple[ServedFinding, ...], NOT_REQUIRED, "faults and facts, errors first"] = ()
-    known_faults: Annotated[tuple[str, ...], "rules that find a fault of the draft on this engine, with --draft"] = ()
-    attribution: Attribution
-    prompts: PromptSource
-    notes: tuple[Notice, ...] = ()
-    definition: Annotated[str, HIDDEN]
-    loads: Annotated[tuple[Comparison, ...], HIDDEN] = ()
-    yardsticks: Annotated[tuple[Comparison, ...], HIDDEN] = ()
-
-    def summary(self) -> list[str]:
-        lengths = [
-            f"{run.name}: acceptance length {run.total.counts.acceptance_len or float('nan'):.3f}" for run in self.runs
-        ]
-        return [f"{self.url}: {self.server.engine}", *lengths, *self.notes]
-
-    @property
-    @computed_key
-    def is_engaged(self) -> bool | None:
-        """Whether a token was drafted; null if that is not known."""
-        found = [run.is_engaged for run in self.runs]
-        return True if True in found else None if None in found else False
-
-    @property
-    @computed_key
-    def results(self) -> tuple[MeasuredResult, ...]:
-        """The first run and everything that is compared with it."""
-        return compared_results((*self.loads, *self.yardsticks))
-
-    @property
-    @computed_key
-    def comparisons(self) -> tuple[ComparisonEntry, ...]:
-        """Every further run and every yardstick, compared with the first run."""
-        return tuple(map(ComparisonEntry.of, (*self.loads, *self.yardsticks)))
-
-    @property
-    def all_runs(self) -> tuple[ServerRun, ...]:
-        """The server's runs, and the run of the other server."""
-        return self.runs if self.beside is None else (*self.runs, self.beside.run)
-
-
 def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     """Probe the server and the yardsticks. `observe` gets the name of each run and returns its observer.
 
@@ -122,7 +52,7 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     """
     own = None if request.options.result is None else read_result(request.options.result)
     _check_prompts(own, request)
-    looks = [look_at(request.server) for _ in range(NUM_LOOKS)]
+    looks = [_look_at(request.server) for _ in range(NUM_LOOKS)]
     num_before = len(request.server.readings)
     facts = _try_out(request.server, request.asking, looks)
     facts = replace(facts, end_ids=tuple(sorted({*facts.end_ids, *request.end_ids})))
@@ -143,8 +73,10 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     identity = find_identity(looks, request.server.readings, num_before)
     questions = _ask_questions(request, facts, runs, identity)
     identity = identity or find_identity(looks, request.server.readings, num_before)
-    loads, yardsticks = _compare(runs, [*([own] if own else []), *_results([beside])], request.asking.confidence)
-    alike, unlike = _compare_tokens(request, runs, beside)
+    loads, yardsticks = compare_lengths(
+        runs, [*([own] if own else []), *engaged_results([beside])], request.asking.confidence
+    )
+    alike, unlike = compare_tokens(request, runs, beside)
     # These show the same with one request at a time, so the load is not the reason.
     found_later = {item.id for question in questions for item in question.findings}
     evidence = Evidence(
@@ -156,6 +88,9 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
         yardstick_equalities=unlike,
         known_faults=request.known_faults,
         minimum=request.options.min_acceptance,
+        drafts_every_step=request.server.drafts_every_step,
+        concurrencies=request.options.concurrency,
+        identity=identity,
     )
     return Probed(
         url=request.server.client.url,
@@ -169,10 +104,18 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
         yardsticks=tuple(yardsticks),
         equalities=(*alike, *unlike, *(item.equality for item in questions if item.equality is not None)),
         questions=tuple(questions),
-        findings=_findings(request, evidence, identity, questions),
+        findings=_findings(request, evidence, questions),
         known_faults=tuple(request.known_faults),
         notes=tuple(_notes(request, facts, runs)),
     )
+
+
+def _look_at(server: InferenceServer) -> ServerFacts:
+    """The server's description of itself, with one reading of its metrics."""
+    num_readings, facts = len(server.readings), server.describe()
+    if len(server.readings) == num_readings:
+        server.metrics()
+    return facts
 
 
 def _check_answered(server: InferenceServer, run: ServerRun) -> None:
@@ -215,21 +158,11 @@ def _ask_questions(
     return ask_questions(session)
 
 
-def _findings(
-    request: ProbePlan,
-    evidence: Evidence,
-    identity: Sequence[ServedFinding],
-    questions: Sequence[QuestionReport],
-) -> tuple[ServedFinding, ...]:
+def _findings(request: ProbePlan, evidence: Evidence, questions: Sequence[QuestionReport]) -> tuple[ServedFinding, ...]:
     """All findings that no other finding explains."""
-    found = [
-        *find_in_runs(request.server, evidence.facts, evidence.runs, evidence.loads, evidence.equalities),
-        *find_refusals(evidence.facts, evidence.runs, request.options.concurrency),
-        *(item for question in questions for item in question.findings),
-        *find_cut_streams(request.server.chats),
-    ]
-    unlike = unlike_answers(evidence.runs[0]) if any(item.id == "several-replicas" for item in identity) else []
-    return sort_findings(drop_explained((*identity, *unlike, *found)))
+    asked = [item for question in questions for item in question.findings]
+    found = [*find_all(evidence), *asked, *find_cut_streams(request.server.chats)]
+    return sort_findings(drop_explained(found))
 
 
 def rows_path(path: Path | None, concurrency: int, *, is_beside: bool = False) -> Path | None:
@@ -318,69 +251,6 @@ def _check_prompts(own: MeasuredResult | None, request: ProbePlan) -> None:
             field="--result",
             hint="give the same --prompts or --dataset as for that result, or the same --target if it used neither",
         )
-
-
-def _results(runs: Sequence[ServerRun | None]) -> list[MeasuredResult]:
-    return [run.as_result() for run in runs if run is not None and run.is_engaged]
-
-
-def _compare(
-    runs: Sequence[ServerRun], others: Sequence[MeasuredResult], confidence: float
-) -> tuple[list[Comparison], list[Comparison]]:
-    """The later runs and the yardsticks, each compared with the first run on the prompts they share."""
-    if not runs[0].is_engaged:
-        return [], []
-    base, *later = _results([run for run in runs if run is runs[0] or run.is_comparable(runs[0])])
-    found = [_pair(base, item, confidence) for item in (*later, *others)]
-    return found[: len(later)], found[len(later) :]
-
-
-def _pair(base: MeasuredResult, other: MeasuredResult, confidence: float) -> Comparison:
-    shared = {item.digest for item in base.conversations} & {item.digest for item in other.conversations}
-    sides = [
-        replace(item, conversations=tuple(row for row in item.conversations if row.digest in shared))
-        if shared
-        else item
-        for item in (base, other)
-    ]
-    return compare_results(sides, confidence=confidence, paired=bool(shared))[0]
-
-
-def _compare_tokens(
-    request: ProbePlan, runs: Sequence[ServerRun], beside: ServerRun | None
-) -> tuple[list[TokenEquality], list[TokenEquality]]:
-    """Greedy answers of the first run compared with the later runs, and with the yardsticks."""
-    if request.asking.asked.temperature > 0:
-        return [], []
-    texts = texts_of_answers(runs[0].answers)
-
-    def against(other: Mapping[Turn, TokenText], name: str) -> TokenEquality:
-        return compare_texts(
-            texts,
-            other,
-            names=(runs[0].name, name),
-            next_logprobs=_asking(request.server),
-            near_tie_nats=request.options.near_tie,
-        )
-
-    alike = [against(texts_of_answers(run.answers), run.name) for run in runs[1:]]
-    own = texts_of_file(request.options.result) if request.options.result is not None else {}
-    unlike = [against(own, request.options.result.name)] if own and request.options.result is not None else []
-    if beside is not None:
-        unlike.append(against(texts_of_answers(beside.answers), beside.name))
-    return alike, unlike
-
-
-def _asking(server: InferenceServer) -> Callable[[Sequence[int]], Mapping[int, float]]:
-    """A function for the server's log-probabilities. It returns nothing if the server does not report them."""
-
-    def ask(text_ids: Sequence[int]) -> Mapping[int, float]:
-        try:
-            return server.next_logprobs(text_ids)
-        except DFlashError:
-            return {}
-
-    return ask
 
 
 def _notes(request: ProbePlan, facts: ServerFacts, runs: Sequence[ServerRun]) -> Iterator[Notice]:

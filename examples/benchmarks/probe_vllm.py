@@ -35,7 +35,7 @@ import dflash_cli
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.probing import probe_report
-from dflash_cli.probing.server_probe import Probed
+from dflash_cli.probing.probe_result import Probed
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import DFlashError
 from timing.report import last_errors, say, table

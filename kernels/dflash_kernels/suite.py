@@ -18,7 +18,8 @@ from dflash_kernels.delta_prompts import delta_prompts, delta_prompts_ref
 from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
 from dflash_kernels.draft_odds import DraftOdds, add_outcomes, add_outcomes_ref, draft_odds, draft_odds_ref
 from dflash_kernels.draft_tree import Tree, build_tree, build_tree_ref
-from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
+from dflash_kernels.expert_choice import choose_experts, choose_experts_ref
+from dflash_kernels.experts import experts, experts_ref
 from dflash_kernels.fp8_experts import fp8_experts, fp8_experts_ref
 from dflash_kernels.fp8_product import (
     fp8_gated_product,

@@ -6,7 +6,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
-from dflash_kernels.experts import choose_experts, choose_experts_ref, experts, experts_ref
+from dflash_kernels.expert_choice import choose_experts, choose_experts_ref
+from dflash_kernels.experts import experts, experts_ref
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS
 from dflash_kernels.mxfp4 import LARGEST_SCALE, MAGNITUDES, Packed, arrange_numbers, arrange_scales, pack, unpack
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal

@@ -12,8 +12,8 @@ from dflash_testing.paths import ROOT
 
 PACKAGE = ROOT / "runtime" / "dflash_runtime"
 ROOMS = (
-    "phrases whole_files line_process notices errors json_values registry documents config_parts draft_config "
-    "target_config engine_config",
+    "phrases whole_files line_process notices errors json_values key_marks json_types registry documents config_parts "
+    "draft_config target_config engine_config",
     "checkpoint",
     "scheduling",
     "kv_transfer ranks",

@@ -8,10 +8,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from dflash_cli.probing.inference_server import InferenceServer
-from dflash_cli.probing.listed_adapters import with_model
-from dflash_cli.probing.question import QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession, pooled_length
-from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.asking.question import (
+    QUESTIONS,
+    CountedAnswer,
+    NotJudged,
+    Outcome,
+    QuestionSession,
+    pooled_length,
+)
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.servers.inference_server import InferenceServer
 from dflash_runtime.errors import RequestError, UnsupportedError
 from dflash_runtime.phrases import plural
 
@@ -43,7 +49,7 @@ def ask(session: QuestionSession) -> Outcome:
 
 def _length(session: QuestionSession, name: str, usual: float) -> float | None:
     """Tokens per step of an adapter; None if unknown. A low length is measured again on more prompts."""
-    return _measure(session, with_model(session.server, name), lambda length: _is_low(length, usual))
+    return _measure(session, session.server.with_model(name), lambda length: _is_low(length, usual))
 
 
 def _measure(session: QuestionSession, server: InferenceServer | None, is_odd: Callable[[float], bool]) -> float | None:

@@ -7,11 +7,11 @@ at temperature 0 then avoids the likeliest token. The measured requests name neu
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dflash_cli.probing.inference_server import Variant
-from dflash_cli.probing.question import QUESTIONS, CountedAnswer, Outcome, QuestionSession
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.token_equality import TokenDifference, TokenEquality, TokenText, compare_texts
-from dflash_cli.probing.undrafted_kinds import find_undrafted
+from dflash_cli.probing.asking.kind_findings import find_undrafted
+from dflash_cli.probing.asking.question import QUESTIONS, CountedAnswer, Outcome, QuestionSession
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.served.token_equality import TokenDifference, TokenEquality, TokenText, compare_texts
+from dflash_cli.probing.servers.inference_server import Variant
 from dflash_runtime.phrases import plural
 
 NUM_ANSWERS = 4

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dflash_cli.generation.answers import Answer
-from dflash_cli.probing.changing_answers import explain_changes
-from dflash_cli.probing.fresh_prompts import HIGHER, find_repeats
-from dflash_cli.probing.question import LAST, QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.token_equality import TokenText, Turn, compare_texts
+from dflash_cli.probing.asking.changing_answers import explain_changes
+from dflash_cli.probing.asking.fresh_prompts import HIGHER, find_repeats
+from dflash_cli.probing.asking.question import LAST, QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.served.token_equality import TokenText, Turn, compare_texts
 from dflash_runtime.phrases import plural
 
 FIRST, MORE = slice(0, 6), slice(6, 14)

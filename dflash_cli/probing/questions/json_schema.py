@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dflash_cli.probing.inference_server import Variant
-from dflash_cli.probing.question import QUESTIONS, CountedAnswer, Outcome, QuestionSession, pooled_length
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.undrafted_kinds import find_undrafted
+from dflash_cli.probing.asking.kind_findings import find_slow, find_undrafted
+from dflash_cli.probing.asking.question import QUESTIONS, CountedAnswer, Outcome, QuestionSession, pooled_length
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.servers.inference_server import Variant
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.phrases import plural, shorten
 
@@ -52,7 +52,7 @@ def ask(session: QuestionSession) -> Outcome:
     findings = [
         *_broken(session, prompts, found, verdicts),
         *find_undrafted(session, found, "structured-output", "JSON by a schema"),
-        *session.find_slow("structured-output-slow", "JSON by a schema", fastest.seconds, fastest.num_tokens),
+        *find_slow(session, "structured-output-slow", "JSON by a schema", fastest.seconds, fastest.num_tokens),
     ]
     return Outcome(seen=seen, findings=findings)
 

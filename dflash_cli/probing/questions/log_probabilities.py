@@ -8,10 +8,10 @@ well. If those differ from drafted answers that say 0, the 0 is wrong.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dflash_cli.probing.inference_server import MEASURED, Asked, Variant
-from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.told_logprobs import ToldLogprobs
+from dflash_cli.probing.asking.question import QUESTIONS, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.served.told_logprobs import ToldLogprobs
+from dflash_cli.probing.servers.inference_server import MEASURED, Asked, Variant
 
 NUM_ANSWERS, ANSWER_LEN, MIN_TOKENS = 2, 64, 32
 OFF_NATS, SHARE = 0.2, 0.15

@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from operator import eq
 
 from dflash_cli.generation.answers import Answer
-from dflash_cli.probing.answer_findings import find_cut_prompts
-from dflash_cli.probing.long_prompts import ANSWER_LEN, make_long_prompts
-from dflash_cli.probing.question import QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession, pooled_length
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.server_run import ReadLength
+from dflash_cli.probing.asking.long_prompts import ANSWER_LEN, make_long_prompts
+from dflash_cli.probing.asking.question import (
+    QUESTIONS,
+    CountedAnswer,
+    NotJudged,
+    Outcome,
+    QuestionSession,
+    pooled_length,
+)
+from dflash_cli.probing.findings.answer_faults import find_cut_prompts
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.runs.server_run import ReadLength
 from dflash_runtime.phrases import plural
 
 FIRST, MORE = slice(0, 3), slice(3, 11)

@@ -6,10 +6,10 @@ drafts nothing for it. Batches of another shape round differently, so tokens tha
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dflash_cli.probing.inference_server import Variant
-from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.token_equality import TokenDifference, TokenEquality, TokenText, compare_texts
+from dflash_cli.probing.asking.question import QUESTIONS, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.served.token_equality import TokenDifference, TokenEquality, TokenText, compare_texts
+from dflash_cli.probing.servers.inference_server import Variant
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import plural
 

@@ -6,17 +6,11 @@ The first answer computes the prompt, the second one may read it from the cache.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dflash_cli.probing.inference_server import Variant
-from dflash_cli.probing.long_prompts import ANSWER_LEN, make_long_prompts
-from dflash_cli.probing.question import (
-    QUESTIONS,
-    CountedAnswer,
-    Outcome,
-    QuestionSession,
-    pooled_length,
-)
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.token_equality import FAULT_NATS, TokenText, compare_texts
+from dflash_cli.probing.asking.long_prompts import ANSWER_LEN, make_long_prompts
+from dflash_cli.probing.asking.question import QUESTIONS, CountedAnswer, Outcome, QuestionSession, pooled_length
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.served.token_equality import FAULT_NATS, TokenText, compare_texts
+from dflash_cli.probing.servers.inference_server import Variant
 from dflash_runtime.phrases import plural
 
 NUM_PROMPTS = 3

@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Event, Thread
 
-from dflash_cli.probing.inference_server import Asked
-from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
-from dflash_cli.probing.served_answers import await_counters
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.token_equality import TokenEquality, TokenText, compare_texts
+from dflash_cli.probing.asking.question import QUESTIONS, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.runs.counter_watch import await_counters
+from dflash_cli.probing.served.token_equality import TokenEquality, TokenText, compare_texts
+from dflash_cli.probing.servers.inference_server import Asked
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.phrases import plural
 

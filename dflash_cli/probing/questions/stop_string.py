@@ -6,9 +6,9 @@ the middle of a step. The answer then goes on, or its end has text of the same s
 
 import re
 
-from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.tool_calls import ServedToolCall
+from dflash_cli.probing.asking.question import QUESTIONS, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.served.chat_answers import ServedToolCall
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import shorten
 

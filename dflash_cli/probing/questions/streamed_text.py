@@ -8,10 +8,10 @@ once writes U+FFFD instead.
 
 from collections.abc import Iterable, Iterator
 
-from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.tool_calls import ServedToolCall, find_protocol_faults
-from dflash_cli.probing.turn_marks import find_run_on
+from dflash_cli.probing.asking.chat_findings import find_protocol_faults, find_run_on
+from dflash_cli.probing.asking.question import QUESTIONS, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.served.chat_answers import ServedToolCall
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import shorten
 

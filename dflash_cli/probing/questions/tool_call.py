@@ -8,11 +8,13 @@ call with arguments off the tool's schema, or with a stream that ends early, is 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dflash_cli.probing.chat_protocol import KINDS
-from dflash_cli.probing.inference_server import MEASURED, Variant
-from dflash_cli.probing.question import QUESTIONS, CountedCall, NotJudged, Outcome, QuestionSession
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.tool_calls import ServedToolCall, find_protocol_faults
+from dflash_cli.probing.asking.chat_findings import find_protocol_faults
+from dflash_cli.probing.asking.kind_findings import find_slow
+from dflash_cli.probing.asking.question import QUESTIONS, CountedCall, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.served.chat_answers import ServedToolCall
+from dflash_cli.probing.served.chat_protocol import KINDS
+from dflash_cli.probing.servers.inference_server import MEASURED, Variant
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import shorten
@@ -79,8 +81,8 @@ def ask(session: QuestionSession) -> Outcome:
         *_off_schema(list(zip([*calls, *streams], [*states, *streamed_states], strict=True)), plain),
         *_stream(states, streamed_states, whole, streamed),
         *_drafted(session, whole, first.num_steps),
-        *session.find_slow(
-            "tool-call-slow", "a tool call", min(first.seconds, second.seconds), whole.num_tokens or ANSWER_LEN
+        *find_slow(
+            session, "tool-call-slow", "a tool call", min(first.seconds, second.seconds), whole.num_tokens or ANSWER_LEN
         ),
     ]
     return Outcome(seen=seen, findings=findings)

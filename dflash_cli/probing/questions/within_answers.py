@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_cli.generation.answers import Answer
-from dflash_cli.probing.question import QUESTIONS, NotJudged, Outcome, QuestionSession
-from dflash_cli.probing.served_finding import ServedFinding
-from dflash_cli.probing.server_run import ServerRun
+from dflash_cli.probing.asking.question import QUESTIONS, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.runs.server_run import ServerRun
 from dflash_runtime.phrases import plural
 
 FIRST, ALL, MIN_ANSWERS = slice(0, 4), slice(0, 12), 3

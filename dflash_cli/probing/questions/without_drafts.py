@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from dflash_cli.probing.inference_server import Variant
-from dflash_cli.probing.question import QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession
-from dflash_cli.probing.served_finding import ServedFinding
+from dflash_cli.probing.asking.question import QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.servers.inference_server import Variant
 from dflash_runtime.phrases import plural
 
 FIRST, MORE = slice(0, 4), slice(4, 16)

@@ -22,19 +22,18 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any, ClassVar
 
-from dflash_cli.probing.inference_server import (
+from dflash_cli.probing.served.served_answer import ServedAnswer, ids_of
+from dflash_cli.probing.served.told_logprobs import ToldLogprobs
+from dflash_cli.probing.servers.inference_server import (
     MAX_SHOWN_CHARS,
     MEASURED,
     SERVERS,
     Asked,
     InferenceServer,
-    ServedAnswer,
-    ServerFacts,
     Variant,
-    ids_of,
 )
-from dflash_cli.probing.own_penalties import own_penalties
-from dflash_cli.probing.told_logprobs import ToldLogprobs
+from dflash_cli.probing.servers.server_facts import ServerFacts
+from dflash_cli.probing.servers.shown_settings import own_penalties
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.json_values import as_object, is_int, is_number
 from dflash_runtime.phrases import shorten

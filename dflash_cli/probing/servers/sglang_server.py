@@ -8,22 +8,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from dflash_cli.probing.inference_server import (
-    MEASURED,
-    SERVERS,
-    Asked,
-    InferenceServer,
-    ServedAnswer,
-    ServedSteps,
-    ServerFacts,
-    Variant,
-    as_id,
-    ids_of,
-)
-from dflash_cli.probing.listed_adapters import adapters_of, parent_of, with_model
-from dflash_cli.probing.lossy_settings import lossy_settings
-from dflash_cli.probing.own_penalties import own_penalties
-from dflash_cli.probing.told_logprobs import ToldLogprobs
+from dflash_cli.probing.served.served_answer import ServedAnswer, ServedSteps, as_id, ids_of
+from dflash_cli.probing.served.told_logprobs import ToldLogprobs
+from dflash_cli.probing.servers.inference_server import MEASURED, SERVERS, Asked, InferenceServer, Variant
+from dflash_cli.probing.servers.server_facts import ServerFacts
+from dflash_cli.probing.servers.shown_settings import adapters_of, lossy_settings, own_penalties, parent_of
 from dflash_runtime.json_values import is_int
 
 GENERATE, TOKENIZE = "/generate", "/tokenize"
@@ -74,7 +63,7 @@ class SglangServer(InferenceServer):
     """The parent of the asked model if it is an adapter, and the names of adapters that requests can use."""
 
     def without_adapter(self) -> InferenceServer | None:
-        return with_model(self, self._parent)
+        return self.with_model(self._parent)
 
     def describe(self) -> ServerFacts:
         found = self.find("/server_info") or self.find("/get_server_info")

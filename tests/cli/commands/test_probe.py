@@ -15,7 +15,9 @@ import pytest
 
 import dflash_cli
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_cli.probing import http_client, probe_options, served_answers
+from dflash_cli.probing import probe_options
+from dflash_cli.probing.runs import counter_watch
+from dflash_cli.probing.servers import http_client
 from dflash_testing import checkpoints as support
 from dflash_testing.fake_engines import FakeEngine, make_text, prompt_rows, texts_of_rows
 from dflash_testing.inference_servers import serving
@@ -29,7 +31,7 @@ FEW = ("--concurrency", "1", "-n", "40", "--no-questions")
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(served_answers, "COUNTER_PAUSE_S", 0.002)
+    monkeypatch.setattr(counter_watch, "COUNTER_PAUSE_S", 0.002)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ OTHER_MEANINGS = {
     "comparing/importers": "names of formats, and of definitions of acceptance",
     "acceptance/dumps": "names of formats",
     "probing": "names of definitions of acceptance",
+    "probing/runs": "names of definitions of acceptance",
     "probing/servers": "names of engines with servers to probe",
     "generation/datasets": "names of projects that turn rows into prompts",
     "terminal/environment.py": "names of Python packages",

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.draft_findings import unlike_names
-from dflash_cli.probing.explained_findings import drop_explained
-from dflash_cli.probing.served_finding import ServedFinding
 from dflash_testing.scripted_faults import (
     Ageing,
     Fading,
@@ -171,21 +168,6 @@ def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.Monkey
     assert named(found) == ids, [(item.id, item.seen) for item in found.findings]
 
 
-@pytest.mark.parametrize(
-    ("target", "draft", "unlike"),
-    [
-        ("org/Chat-8B-Thinking-2509", "org/Chat-8B-Instruct-DFlash-b8", ["thinking and instruct"]),
-        ("org/Chat-30B-A3B", "org/Chat-8B-DFlash", ["30b and 8b"]),
-        ("org/Chat-8B", "/models/dflash-chat-8b-0.5B", []),
-        ("org/Chat-8B-Instruct", "org/Chat-8B-DFlash-b16", []),
-        ("/models/target", "/models/draft", []),
-        (None, "org/Chat-8B-DFlash", []),
-    ],
-)
-def test_names_contradict_each_other_by_size_or_kind(target: str | None, draft: str, unlike: list[str]) -> None:
-    assert unlike_names(target, draft) == unlike
-
-
 def test_evidence_names_the_penalty_the_slots_and_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     evidence = {
         "23": "already has", "27": "3 of its 4 slots", "25 names": "thinking and instruct",
@@ -194,17 +176,3 @@ def test_evidence_names_the_penalty_the_slots_and_the_names(monkeypatch: pytest.
     for name, words in evidence.items():
         (item,) = probe_script(monkeypatch, FAULTS[name][0]()).findings
         assert words in item.seen
-
-
-@pytest.mark.parametrize(
-    ("ids", "kept"),
-    [
-        (("acceptance-cliff", "draft-capped"), ["draft-capped"]),
-        (("several-replicas", "draft-capped"), ["several-replicas"]),
-        (("drafts-by-lookup", "acceptance-falls-with-time"), ["drafts-by-lookup", "acceptance-falls-with-time"]),
-    ],
-    ids=["cap", "replicas", "lookup"],
-)
-def test_a_finding_that_follows_from_another_is_dropped(ids: tuple[str, ...], kept: list[str]) -> None:
-    found = [ServedFinding(id=id, severity="warning", seen="", follows="", next="") for id in ids]
-    assert [item.id for item in drop_explained(found)] == kept

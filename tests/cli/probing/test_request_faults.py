@@ -1,4 +1,4 @@
-"""Faults of sampling, repeats, admission and ends of answers: named, and nothing else. Servers behind other names."""
+"""Faults of sampling, repeats, admission and ends of answers: named, and nothing else."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,15 +6,9 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.http_client import HttpClient, ServerUnreachable
-from dflash_cli.probing.probe_options import ProbeOptions, _end_ids
-from dflash_cli.probing.recognition import open_server
-from dflash_cli.probing.sampled_choices import Choice, Choices
-from dflash_testing.fake_engines import FakeEngine
-from dflash_testing.inference_servers import serving
-from dflash_testing.paths import ROOT
+from dflash_cli.probing.servers.http_client import ServerUnreachable
 from dflash_testing.refusals import refuses
-from dflash_testing.scripted_requests import Certain, Crowded, Drawing, Ending, Renamed, Repeating
+from dflash_testing.scripted_requests import Certain, Crowded, Drawing, Ending, Repeating
 from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
 
 BARE: dict[str, Any] = {**L, "has_metrics": False}
@@ -101,44 +95,3 @@ def test_a_first_run_without_an_answer_is_an_error(monkeypatch: pytest.MonkeyPat
 def _refuse(script: Script) -> None:
     if script.num_answers:  # after the trial
         raise ServerUnreachable("answered 429, after 4 tries", id="no-answer", path="http://scripted")
-
-
-def test_refusals_are_counted_with_each_retry() -> None:
-    with serving(FakeEngine(faults={0: "503"})) as engine:
-        server = open_server(HttpClient(engine.url, num_retries=0))
-        with refuses(ServerUnreachable, "no-answer"):
-            server.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 4}, dict)
-    assert dict(server.client.refusals) == {503: 1}
-
-
-@pytest.mark.parametrize(
-    ("changes", "sign"),
-    [
-        (V, "metrics named vllm:"),
-        (L, "metrics named llamacpp:"),
-        ({**S, "has_metrics": False}, "speculative_algorithm at /server_info"),
-        ({**S, "has_metrics": False, "old_names": True}, "speculative_algorithm at /get_server_info"),
-        (BARE, "default_generation_settings at /props"),
-        ({**STEPS, "has_metrics": False}, "the fields of an answer"),
-    ],
-)
-def test_a_server_behind_another_owner_is_recognised(
-    changes: dict[str, Any], sign: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = probe_script(monkeypatch, Renamed(**changes), questions=False)
-    assert (found.server.engine, found.server.recognised_by) == (changes["style"], sign)
-
-
-def test_the_end_tokens_of_a_target_come_from_its_files() -> None:
-    target = ROOT / "dflash_cli" / "tiny" / "target"
-    assert _end_ids(ProbeOptions(target=str(target))) == (0,)
-    assert _end_ids(ProbeOptions()) == ()
-
-
-def test_few_other_tokens_are_rare_only_among_uncertain_ones() -> None:
-    sure, unsure = (Choice(1, 5, 5, value, value) for value in (0.999, 0.8))
-    other = Choice(1, 6, 5, 0.2, 0.8)
-    assert Choices((sure,) * 200, 200).nats < 1
-    assert Choices((unsure,) * 100, 100).nats == pytest.approx(20)
-    assert Choices((unsure,) * 20, 100).nats == pytest.approx(20)
-    assert Choices((unsure,) * 80 + (other,) * 20, 100).nats == 0

@@ -4,9 +4,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import one_hot, scaled_dot_product_attention
 
@@ -55,6 +57,15 @@ def bundled_draft(name: str = "tiny") -> DraftCheckpoint:
 def bundled_target_model(dtype: torch.dtype = torch.float32) -> Target:
     """The bundled target on the CPU."""
     return load_target(open_target(tiny_directory() / "target"), placement(dtype))
+
+
+def save_bundled_target(path: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
+    """The bundled target with changed or added tensors and config keys."""
+    source = tiny_directory() / "target"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config))
+    save_file({**load_file(source / "model.safetensors"), **tensors}, path / "model.safetensors")
+    return path
 
 
 @cache

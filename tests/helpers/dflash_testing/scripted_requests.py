@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dflash_cli.probing.http_client import ServerUnreachable
+from dflash_cli.probing.servers.http_client import ServerUnreachable
 from dflash_testing.fake_engines import Ids, Text
 from dflash_testing.scripted_servers import Script
 

@@ -15,8 +15,9 @@ from typing import Any, Literal
 import pytest
 
 import dflash_cli
-from dflash_cli.probing import probe_options, served_answers
-from dflash_cli.probing.server_probe import Probed
+from dflash_cli.probing import probe_options
+from dflash_cli.probing.probe_result import Probed
+from dflash_cli.probing.runs import counter_watch
 from dflash_runtime.errors import RequestError
 from dflash_testing.fake_engines import FakeEngine, Ids, Text
 from dflash_testing.server_forms import ANSWERS, LOGPROBS, METRICS, PATHS, documents, said
@@ -255,7 +256,7 @@ class Script(FakeEngine):
 
 def probe_script(patch: pytest.MonkeyPatch, script: Script, **options: Any) -> Probed:
     """The outcome of a probe of a script with NUM_PROMPTS prompts."""
-    patch.setattr(served_answers, "COUNTER_PAUSE_S", 0.0)
+    patch.setattr(counter_watch, "COUNTER_PAUSE_S", 0.0)
     patch.setattr(probe_options, "HttpClient", lambda *args, **kwargs: ScriptedClient(script))
     prompts = [[20 + place for place in range(8 + index)] + [200 + index] for index in range(NUM_PROMPTS)]
     return dflash_cli.probe(url="scripted", prompts=prompts, max_new_tokens=ANSWER_LEN, **options)

@@ -1,0 +1,1 @@
+"""Faults and facts about a server: one file for each class, and the cause of a low acceptance."""

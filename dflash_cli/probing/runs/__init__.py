@@ -1,0 +1,1 @@
+"""Send all prompts to a server, and measure acceptance from its answers and counters."""
