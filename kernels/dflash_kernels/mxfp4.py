@@ -39,7 +39,7 @@ LARGEST_SCALE = 128
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-MAGNITUDE_AT, SIGN_AT = (6, 12, 9, 18), (15, 21, 17, 16)
+MAGNITUDE_AT, SIGN_AT = (6, 3, 0, 9), (15, 12, 13, 14)
 """Lowest bit of the magnitude, and bit of the sign, of the four numbers in the lower half of a pair of columns.
 
 The numbers of the upper half are 16 bits higher, modulo 32.
@@ -128,17 +128,17 @@ UNPACK = constexpr("""
     .reg .b32 t, s, z, g, h;
     mov.b32 z, 0x80008000;
     and.b32 t, $8, 0x81C081C0;  fma.rn.bf16x2 $0, t, $10, z;
-    shf.r.wrap.b32 t, $8, $8, 6;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $1, t, $10, z;
-    shf.r.wrap.b32 t, $8, $8, 3;  and.b32 t, t, 0x01C001C0;
-    shf.r.wrap.b32 s, $8, $8, 2;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $2, t, $12, z;
-    shf.r.wrap.b32 t, $8, $8, 12;  and.b32 t, t, 0x01C001C0;
-    shf.r.wrap.b32 s, $8, $8, 1;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $3, t, $12, z;
+    shl.b32 t, $8, 3;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $1, t, $10, z;
+    shl.b32 t, $8, 6;  and.b32 t, t, 0x01C001C0;
+    shl.b32 s, $8, 2;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $2, t, $12, z;
+    shr.u32 t, $8, 3;  and.b32 t, t, 0x01C001C0;
+    shl.b32 s, $8, 1;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $3, t, $12, z;
     and.b32 t, $9, 0x81C081C0;  fma.rn.bf16x2 $4, t, $14, z;
-    shf.r.wrap.b32 t, $9, $9, 6;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $5, t, $14, z;
-    shf.r.wrap.b32 t, $9, $9, 3;  and.b32 t, t, 0x01C001C0;
-    shf.r.wrap.b32 s, $9, $9, 2;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $6, t, $16, z;
-    shf.r.wrap.b32 t, $9, $9, 12;  and.b32 t, t, 0x01C001C0;
-    shf.r.wrap.b32 s, $9, $9, 1;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $7, t, $16, z;
+    shl.b32 t, $9, 3;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $5, t, $14, z;
+    shl.b32 t, $9, 6;  and.b32 t, t, 0x01C001C0;
+    shl.b32 s, $9, 2;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $6, t, $16, z;
+    shr.u32 t, $9, 3;  and.b32 t, t, 0x01C001C0;
+    shl.b32 s, $9, 1;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $7, t, $16, z;
 }
 """)
 """Two words of a pair and the factors of their four blocks -> 8 pairs of adjacent columns, as bfloat16.
@@ -226,7 +226,7 @@ def packed_product_tile(
             columns = _unpack_tile(packed, scale_word)
         for j in tl.static_range(8):
             begin = tile * 128 + j * 16
-            is_element = is_hidden if DEPTH % 128 == 0 else is_hidden & (begin < DEPTH)
+            is_element = is_hidden if DEPTH % 128 == 0 or j * 16 < DEPTH % 128 else is_hidden & (begin < DEPTH)
             rows = tl.trans(tl.load(hidden_tile + begin, mask=is_element, other=0.0))
             if is_fast:
                 acc = tl.dot(columns[j], rows, acc)
