@@ -17,7 +17,10 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of the floating point kernels. Only the references compute in float64."""
 
 MIN_DOT = 16
-"""Smallest side of a tile in `tl.dot`."""
+"""Smallest side of a tile in `tl.dot`, except for the columns of a product."""
+
+LEAST_ROWS = 8
+"""Fewest columns of a product in `tl.dot`. Here rows are columns of the product, because weights come first."""
 
 NOT_INSTALLED = "Triton is not installed: install Triton, or choose the reference kernels"
 CANNOT_RUN = (
@@ -342,16 +345,15 @@ def packed_experts_shape(
 ) -> ExpertsShape:
     """As `experts_shape`, for packed weights, in tiles of 128 numbers of each row.
 
-    Few rows take programs of two warps, with the tensor core instructions of older devices: these wait for nothing
-    between products, so the warps of a multiprocessor unpack all the time.
+    An expert has so few rows that a tile of 8 usually holds them all. Otherwise a program reads its weights again.
     """
     if num_rows > MAX_EXPERT_ROWS:
         num_stages = fitting_stages(3, (128 * 2 + 64 * 4 * itemsize) * 32, 0, device)
         return ExpertsShape(64, 128, 128, num_stages, MIN_DOT, is_by_route=False)
     plain = experts_shape(num_rows, num_chosen, num_experts, itemsize, device)
-    columns, num_warps = (64, 2) if plain.rows == MIN_DOT else (128, 4)
-    num_stages = fitting_stages(3, (columns * 2 + plain.rows * 4 * itemsize) * 32, 0, device)
-    return replace(plain, columns=columns, depth=128, num_stages=num_stages, num_warps=num_warps)
+    rows, columns, num_warps = (LEAST_ROWS, 64, 2) if num_rows <= MIN_DOT else (plain.rows, 128, 4)
+    num_stages = fitting_stages(4, (columns * 2 + rows * 4 * itemsize) * 32, 0, device)
+    return replace(plain, rows=rows, columns=columns, depth=128, num_stages=num_stages, num_warps=num_warps)
 
 
 @dataclass(frozen=True, slots=True)
