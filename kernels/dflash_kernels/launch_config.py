@@ -340,19 +340,23 @@ def experts_shape(
     return ExpertsShape(rows, columns, depth, num_stages, sought_rows, is_by_route)
 
 
+PACKED_TILES = ((16, LEAST_ROWS, 64, 2), (32, LEAST_ROWS, 128, 4), (64, 16, 128, 4), (128, 32, 256, 4), (256, 32, 128, 4))
+"""Most rows, and rows, columns and warps of a tile of packed experts.
+
+Up to 32 rows, 8 usually hold all rows of an expert. If an expert has more, a program reads its weights again.
+"""
+
+
 def packed_experts_shape(
     num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
 ) -> ExpertsShape:
-    """As `experts_shape`, for packed weights, in tiles of 128 numbers of each row.
-
-    An expert has so few rows that a tile of 8 usually holds them all. Otherwise a program reads its weights again.
-    """
+    """As `experts_shape`, for packed weights, in tiles of 128 numbers of each row."""
     if num_rows > MAX_EXPERT_ROWS:
         num_stages = fitting_stages(3, (128 * 2 + 64 * 4 * itemsize) * 32, 0, device)
         return ExpertsShape(64, 128, 128, num_stages, MIN_DOT, is_by_route=False)
     plain = experts_shape(num_rows, num_chosen, num_experts, itemsize, device)
-    rows, columns, num_warps = (LEAST_ROWS, 64, 2) if num_rows <= MIN_DOT else (plain.rows, 128, 4)
-    num_stages = fitting_stages(4, (columns * 2 + rows * 4 * itemsize) * 32, 0, device)
+    rows, columns, num_warps = next(tile for most, *tile in PACKED_TILES if num_rows <= most)
+    num_stages = fitting_stages(4 if rows < 32 else 3, (columns * 2 + rows * 4 * itemsize) * 32, 0, device)
     return replace(plain, rows=rows, columns=columns, depth=128, num_stages=num_stages, num_warps=num_warps)
 
 
