@@ -335,7 +335,7 @@ def experts_shape(
     sought_rows = 1 if num_rows == 1 else max(power_of_2(num_rows), MIN_DOT)
     is_by_route = power_of_2(num_rows) * num_chosen <= num_experts
     rows = MIN_DOT if sought_rows <= 64 else 32
-    columns, depth = 128, 64
+    columns, depth = 64 if num_rows == 1 else 128, 64
     num_stages = fitting_stages(5, (columns + rows) * depth * itemsize, 0, device)
     return ExpertsShape(rows, columns, depth, num_stages, sought_rows, is_by_route)
 
