@@ -340,7 +340,13 @@ def experts_shape(
     return ExpertsShape(rows, columns, depth, num_stages, sought_rows, is_by_route)
 
 
-PACKED_TILES = ((16, LEAST_ROWS, 64, 2), (32, LEAST_ROWS, 128, 4), (64, 16, 128, 4), (128, 32, 256, 4), (256, 32, 128, 4))
+PACKED_TILES = (
+    (16, LEAST_ROWS, 64, 2),
+    (32, LEAST_ROWS, 128, 4),
+    (64, 16, 128, 4),
+    (128, 32, 256, 4),
+    (256, 32, 128, 4),
+)
 """Most rows, and rows, columns and warps of a tile of packed experts.
 
 Up to 32 rows, 8 usually hold all rows of an expert. If an expert has more, a program reads its weights again.

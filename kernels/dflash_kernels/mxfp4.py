@@ -5,10 +5,10 @@ two, plus 127. Both convert to bfloat16 without rounding. Source: Open Compute P
 Specification", 2023.
 
 Files have adjacent numbers in one byte. In memory, a tile of 32 rows and 128 columns is 32 x 16 words, and lies
-together. Word kw of a row stands for the columns kw, kw + 16, ..., kw + 112, so each of 8 products multiplies 16
-adjacent columns. Tensor cores want adjacent columns in one register. Therefore words 2u and 2u + 1 exchange halves: the
-first holds the first four numbers of both, the second the last four. The bits of a number lie where few instructions
-move them to the bits of a bfloat16 (`MAGNITUDE_AT`, `SIGN_AT`).
+together. Word kw of a row stands for the columns kw, kw + 16, ..., kw + 112. Tensor cores want adjacent columns in one
+register. Therefore words 2u and 2u + 1 exchange halves: the first holds the first four numbers of both, the second the
+last four. The bits of a number lie where few instructions move them to the bits of a bfloat16 (`MAGNITUDE_AT`,
+`SIGN_AT`). Most are shifts to the left, which a GPU also does where it multiplies.
 
 Axis letters: N rows of a weight, K inner width, R rows of the other factor, G groups of 32 rows, T tiles of 128
 columns.
@@ -42,7 +42,7 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MAGNITUDE_AT, SIGN_AT = (6, 3, 0, 9), (15, 12, 13, 14)
 """Lowest bit of the magnitude, and bit of the sign, of the four numbers in the lower half of a pair of columns.
 
-The numbers of the upper half are 16 bits higher, modulo 32.
+The numbers of the upper half are 16 bits higher.
 """
 
 
@@ -125,7 +125,7 @@ def _number_at(words: Tensor, place: int, half: int) -> Tensor:
 
 UNPACK = constexpr("""
 {
-    .reg .b32 t, s, z, g, h;
+    .reg .b32 t, s, z;
     mov.b32 z, 0x80008000;
     and.b32 t, $8, 0x81C081C0;  fma.rn.bf16x2 $0, t, $10, z;
     shl.b32 t, $8, 3;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $1, t, $10, z;

@@ -65,9 +65,9 @@ def product_shape(
 ) -> ProductShape | None:
     """Return the tiling of a product, or None if a library is faster. The tiling depends on shapes only.
 
-    With `has_parts`, the sum over `depth` is cut into the most parts whose programs run at the same time. Even 60% of
-    the multiprocessors read at full speed. A few programs in a second round would take as long as a full round.
-    A program that has a multiprocessor for itself gets more pipeline stages.
+    With `has_parts`, the sum over `depth` is cut into parts. There are as many parts as fit on the device at the same
+    time: 60% of the multiprocessors read at full speed, and a second round of a few programs takes as long as a full
+    one. A program that has a multiprocessor for itself gets more pipeline stages.
     """
     if num_rows > MAX_PRODUCT_ROWS:
         is_asked = has_parts or is_gated
