@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 
 from dflash_kernels.launch_config import (
+    LEAST_ROWS,
     MIN_DOT,
     ExpertsShape,
     ceil_div,
@@ -62,7 +63,7 @@ def fp8_product_shape(
     """Return the tiling of a product. `block_depth` columns of a weight share a scale; `itemsize` is the rows'."""
     inner = _tile_depth(block_depth)
     # A gated tile of 128 rows would need more registers than there are.
-    rows = min(max(power_of_2(num_rows), MIN_DOT), 64 if is_gated else 128)
+    rows = min(max(power_of_2(num_rows), LEAST_ROWS), 64 if is_gated else 128)
     if num_rows > 2 * MIN_DOT:
         columns, num_warps = 64, 8 if rows == 128 else 4
     else:

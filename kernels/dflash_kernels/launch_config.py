@@ -17,7 +17,10 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of the floating point kernels. Only the references compute in float64."""
 
 MIN_DOT = 16
-"""Smallest side of a tile in `tl.dot`."""
+"""Smallest side of a tile in `tl.dot`, except for the columns of a product."""
+
+LEAST_ROWS = 8
+"""Fewest columns of a product in `tl.dot`. Here rows are columns of the product, because weights come first."""
 
 NOT_INSTALLED = "Triton is not installed: install Triton, or choose the reference kernels"
 CANNOT_RUN = (
@@ -332,26 +335,35 @@ def experts_shape(
     sought_rows = 1 if num_rows == 1 else max(power_of_2(num_rows), MIN_DOT)
     is_by_route = power_of_2(num_rows) * num_chosen <= num_experts
     rows = MIN_DOT if sought_rows <= 64 else 32
-    columns, depth = 128, 64
+    columns, depth = 64 if num_rows == 1 else 128, 64
     num_stages = fitting_stages(5, (columns + rows) * depth * itemsize, 0, device)
     return ExpertsShape(rows, columns, depth, num_stages, sought_rows, is_by_route)
+
+
+PACKED_TILES = (
+    (16, LEAST_ROWS, 64, 2),
+    (32, LEAST_ROWS, 128, 4),
+    (64, 16, 128, 4),
+    (128, 32, 256, 4),
+    (256, 32, 128, 4),
+)
+"""Most rows, and rows, columns and warps of a tile of packed experts.
+
+Up to 32 rows, 8 usually hold all rows of an expert. If an expert has more, a program reads its weights again.
+"""
 
 
 def packed_experts_shape(
     num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
 ) -> ExpertsShape:
-    """As `experts_shape`, for packed weights, in tiles of 128 numbers of each row.
-
-    Few rows take programs of two warps, with the tensor core instructions of older devices: these wait for nothing
-    between products, so the warps of a multiprocessor unpack all the time.
-    """
+    """As `experts_shape`, for packed weights, in tiles of 128 numbers of each row."""
     if num_rows > MAX_EXPERT_ROWS:
         num_stages = fitting_stages(3, (128 * 2 + 64 * 4 * itemsize) * 32, 0, device)
         return ExpertsShape(64, 128, 128, num_stages, MIN_DOT, is_by_route=False)
     plain = experts_shape(num_rows, num_chosen, num_experts, itemsize, device)
-    columns, num_warps = (64, 2) if plain.rows == MIN_DOT else (128, 4)
-    num_stages = fitting_stages(3, (columns * 2 + plain.rows * 4 * itemsize) * 32, 0, device)
-    return replace(plain, columns=columns, depth=128, num_stages=num_stages, num_warps=num_warps)
+    rows, columns, num_warps = next(tile for most, *tile in PACKED_TILES if num_rows <= most)
+    num_stages = fitting_stages(4 if rows < 32 else 3, (columns * 2 + rows * 4 * itemsize) * 32, 0, device)
+    return replace(plain, rows=rows, columns=columns, depth=128, num_stages=num_stages, num_warps=num_warps)
 
 
 @dataclass(frozen=True, slots=True)

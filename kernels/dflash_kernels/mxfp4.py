@@ -5,10 +5,10 @@ two, plus 127. Both convert to bfloat16 without rounding. Source: Open Compute P
 Specification", 2023.
 
 Files have adjacent numbers in one byte. In memory, a tile of 32 rows and 128 columns is 32 x 16 words, and lies
-together. Word kw of a row stands for the columns kw, kw + 16, ..., kw + 112, so each of 8 products multiplies 16
-adjacent columns. Tensor cores want adjacent columns in one register. Therefore words 2u and 2u + 1 exchange halves: the
-first holds the first four numbers of both, the second the last four. The bits of a number lie where few instructions
-move them to the bits of a bfloat16 (`MAGNITUDE_AT`, `SIGN_AT`).
+together. Word kw of a row stands for the columns kw, kw + 16, ..., kw + 112. Tensor cores want adjacent columns in one
+register. Therefore words 2u and 2u + 1 exchange halves: the first holds the first four numbers of both, the second the
+last four. The bits of a number lie where few instructions move them to the bits of a bfloat16 (`MAGNITUDE_AT`,
+`SIGN_AT`). Most are shifts to the left, which a GPU also does where it multiplies.
 
 Axis letters: N rows of a weight, K inner width, R rows of the other factor, G groups of 32 rows, T tiles of 128
 columns.
@@ -39,10 +39,10 @@ LARGEST_SCALE = 128
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-MAGNITUDE_AT, SIGN_AT = (6, 12, 9, 18), (15, 21, 17, 16)
+MAGNITUDE_AT, SIGN_AT = (6, 3, 0, 9), (15, 12, 13, 14)
 """Lowest bit of the magnitude, and bit of the sign, of the four numbers in the lower half of a pair of columns.
 
-The numbers of the upper half are 16 bits higher, modulo 32.
+The numbers of the upper half are 16 bits higher.
 """
 
 
@@ -125,20 +125,20 @@ def _number_at(words: Tensor, place: int, half: int) -> Tensor:
 
 UNPACK = constexpr("""
 {
-    .reg .b32 t, s, z, g, h;
+    .reg .b32 t, s, z;
     mov.b32 z, 0x80008000;
     and.b32 t, $8, 0x81C081C0;  fma.rn.bf16x2 $0, t, $10, z;
-    shf.r.wrap.b32 t, $8, $8, 6;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $1, t, $10, z;
-    shf.r.wrap.b32 t, $8, $8, 3;  and.b32 t, t, 0x01C001C0;
-    shf.r.wrap.b32 s, $8, $8, 2;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $2, t, $12, z;
-    shf.r.wrap.b32 t, $8, $8, 12;  and.b32 t, t, 0x01C001C0;
-    shf.r.wrap.b32 s, $8, $8, 1;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $3, t, $12, z;
+    shl.b32 t, $8, 3;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $1, t, $10, z;
+    shl.b32 t, $8, 6;  and.b32 t, t, 0x01C001C0;
+    shl.b32 s, $8, 2;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $2, t, $12, z;
+    shr.u32 t, $8, 3;  and.b32 t, t, 0x01C001C0;
+    shl.b32 s, $8, 1;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $3, t, $12, z;
     and.b32 t, $9, 0x81C081C0;  fma.rn.bf16x2 $4, t, $14, z;
-    shf.r.wrap.b32 t, $9, $9, 6;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $5, t, $14, z;
-    shf.r.wrap.b32 t, $9, $9, 3;  and.b32 t, t, 0x01C001C0;
-    shf.r.wrap.b32 s, $9, $9, 2;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $6, t, $16, z;
-    shf.r.wrap.b32 t, $9, $9, 12;  and.b32 t, t, 0x01C001C0;
-    shf.r.wrap.b32 s, $9, $9, 1;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $7, t, $16, z;
+    shl.b32 t, $9, 3;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $5, t, $14, z;
+    shl.b32 t, $9, 6;  and.b32 t, t, 0x01C001C0;
+    shl.b32 s, $9, 2;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $6, t, $16, z;
+    shr.u32 t, $9, 3;  and.b32 t, t, 0x01C001C0;
+    shl.b32 s, $9, 1;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $7, t, $16, z;
 }
 """)
 """Two words of a pair and the factors of their four blocks -> 8 pairs of adjacent columns, as bfloat16.
@@ -182,18 +182,20 @@ def _scale_of(word, BLOCK_INDEX: tl.constexpr):
 
 
 @jit
-def _unpack_tile(packed, scale_word):
-    """Return the 8 x 16 columns of a tile of words, scales included, as bfloat16."""
+def _unpack_tile(packed, scale_word, TILE_C: tl.constexpr):
+    """Return the columns of a tile of words [TILE_C, 16], scales included, as bfloat16 [TILE_C, 128]."""
     factors = tl.inline_asm_elementwise(
         FACTORS, "=r,=r,=r,=r,r", [scale_word], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
     )
     first, second, third, fourth = factors
-    return tl.inline_asm_elementwise(
+    c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
         UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
         [packed, first[:, None], second[:, None], third[:, None], fourth[:, None]],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True, pack=2,
     )  # fmt: skip
+    even, odd = tl.join(tl.join(c0, c4), tl.join(c2, c6)), tl.join(tl.join(c1, c5), tl.join(c3, c7))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)), (TILE_C, 128))
 
 
 @jit
@@ -208,33 +210,32 @@ def packed_product_tile(
     """
     NUM_TILES: tl.constexpr = (DEPTH + 127) // 128
     dtype: tl.constexpr = hidden_rows.dtype.element_ty
-    inner = tl.arange(0, 16)
+    inner, within = tl.arange(0, 16), tl.arange(0, 128)
     group = (weight.to(tl.int64) * (NUM_COLUMNS // 32) + column // 32) * NUM_TILES
     words = numbers + (group * 512 + column % 32 * 16)[:, None]
     scale_words = scales + (group * 32 + column % 32)
-    hidden_tile = hidden_rows[:, None] + inner[None, :]
     is_weight, is_hidden = is_column[:, None], is_row[:, None]
     acc = tl.zeros((TILE_C, TILE_R), tl.float32)
     is_fast: tl.constexpr = HAS_ASSEMBLY and IS_FAST and dtype == tl.bfloat16
     for tile in range(NUM_TILES):
+        begin = tile * 128
         scale_word = tl.load(scale_words + tile * 32, mask=is_column, other=0)
         if is_fast:
             # Each weight is read once per step, so it should not displace other data in the cache.
             packed = tl.load(
                 words + tile * 512 + inner[None, :], mask=is_weight, other=0, eviction_policy="evict_first"
             )
-            columns = _unpack_tile(packed, scale_word)
-        for j in tl.static_range(8):
-            begin = tile * 128 + j * 16
-            is_element = is_hidden if DEPTH % 128 == 0 else is_hidden & (begin < DEPTH)
-            rows = tl.trans(tl.load(hidden_tile + begin, mask=is_element, other=0.0))
-            if is_fast:
-                acc = tl.dot(columns[j], rows, acc)
-            else:
+            is_element = is_hidden if DEPTH % 128 == 0 else is_hidden & (within < DEPTH - begin)[None, :]
+            rows = tl.load(hidden_rows[:, None] + within[None, :] + begin, mask=is_element, other=0.0)
+            acc = tl.dot(_unpack_tile(packed, scale_word, TILE_C), tl.trans(rows), acc)
+        else:
+            for j in tl.static_range(8):
+                is_element = is_hidden if DEPTH % 128 == 0 else is_hidden & (begin + j * 16 < DEPTH)
+                rows = tl.load(hidden_rows[:, None] + inner[None, :] + begin + j * 16, mask=is_element, other=0.0)
                 pair = words + tile * 512 + (inner // 2 * 2 + j // 4)[None, :]
                 value = _value_of(
                     tl.load(pair, mask=is_weight, other=0), (inner % 2)[None, :], MAGNITUDES_AT[j % 4], SIGNS_AT[j % 4]
                 )
-                product = tl.dot(value.to(dtype), rows, input_precision="ieee")
+                product = tl.dot(value.to(dtype), tl.trans(rows), input_precision="ieee")
                 acc += product * _scale_of(scale_word, j // 2)[:, None]
     return acc

@@ -65,8 +65,9 @@ def product_shape(
 ) -> ProductShape | None:
     """Return the tiling of a product, or None if a library is faster. The tiling depends on shapes only.
 
-    With `has_parts`, the sum over `depth` is cut until the programs nearly fill the device. More parts would cost time
-    in the norm that adds them up. A program that has a multiprocessor for itself gets more pipeline stages.
+    With `has_parts`, the sum over `depth` is cut into parts. There are as many parts as fit on the device at the same
+    time: 60% of the multiprocessors read at full speed, and a second round of a few programs takes as long as a full
+    one. A program that has a multiprocessor for itself gets more pipeline stages.
     """
     if num_rows > MAX_PRODUCT_ROWS:
         is_asked = has_parts or is_gated
@@ -79,11 +80,8 @@ def product_shape(
     columns = 128 if num_columns >= MANY_COLUMNS else 64
     is_wide = itemsize > 2 or (is_gated and rows > MIN_DOT)
     inner = 64 if is_wide else 128
-    num_parts, num_tiles, num_places = 1, ceil_div(num_columns, columns), num_multiprocessors(device)
-    while has_parts and 10 * num_tiles * num_parts < 9 * num_places:
-        if num_parts == MAX_PARTS or depth < 8 * inner * num_parts:
-            break
-        num_parts *= 2
+    num_tiles, num_places = ceil_div(num_columns, columns), num_multiprocessors(device)
+    num_parts = max(min(num_places // num_tiles, depth // (4 * inner), MAX_PARTS), 1) if has_parts else 1
     stage_bytes = (columns * (2 if is_gated else 1) + rows) * inner * itemsize
     if is_gated:
         num_stages = fitting_stages(4 if is_wide else 3, stage_bytes, 0, device)
