@@ -119,13 +119,17 @@ class RankProcesses:
             item.process.join()
         for free in self.on_close if is_settled else ():
             free()
-        leaving = threading.Thread(target=leave, args=(self._device,), name="rank-leaving", daemon=True)
+        # The end of Python waits for this thread: a thread that came back from NCCL later would abort the process.
+        leaving = threading.Thread(target=leave, args=(self._device,), name="rank-leaving", daemon=False)
         leaving.start()
         leaving.join(ENDING_S)  # it may wait for a GPU that waits for a lost rank
         if self._watch is not None and (is_settled or self._is_settled()):
             self._watch.cancel()
         elif self._watch is not None:
             signal.setitimer(signal.ITIMER_REAL, 2 * STUCK_S)  # the system ends a process that does not end by itself
+        if leaving.is_alive():
+            reason = self._loss or PeerUnreachable("NCCL does not end", id=ENDED)
+            _start_timer(lambda: _end_process(reason) if leaving.is_alive() else None)
 
     def _is_settled(self) -> bool:
         """Whether this rank's device has ended its work, or ends it soon."""
@@ -143,9 +147,7 @@ class RankProcesses:
             if self.is_closing or self._is_lost.is_set():
                 return
             self._loss = reason
-            self._watch = threading.Timer(STUCK_S, _end_process, [reason])
-            self._watch.daemon = True
-            self._watch.start()
+            self._watch = _start_timer(lambda: _end_process(reason))
             self._is_lost.set()  # last: the main thread then closes, and cancels the timer
         for item in self._others:
             item.process.kill()
@@ -211,6 +213,14 @@ def _draft_spec(draft: DraftLike | None) -> DraftSpec | None:
     if isinstance(checkpoint, CanonicalCheckpoint):
         names = checkpoint.naming
     return DraftSpec(path=str(checkpoint.path.resolve()), config=draft.config, names=names)
+
+
+def _start_timer(call: Callable[[], object]) -> threading.Timer:
+    """Call a function in STUCK_S unless the timer is cancelled or the process has ended."""
+    timer = threading.Timer(STUCK_S, call)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _end_process(reason: DFlashError) -> None:
