@@ -1,10 +1,11 @@
-"""Find kinds of requests that are not drafted, whose drafts are rejected, or that are slow."""
+"""Find kinds of requests that are not drafted, whose drafts are rejected, that are slow, or that do not end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from dflash_cli.probing.asking.question import CONTROL_LEN, CountedAnswer, QuestionSession, pooled_length
 from dflash_cli.probing.findings.served_finding import ServedFinding
-from dflash_runtime.phrases import plural
+from dflash_cli.probing.served.empty_tail import empty_tail
+from dflash_runtime.phrases import plural, shorten
 
 MIN_TOKENS, MIN_STEPS, LOW, SOUND = 24, 20, 1.1, 2.0
 """Drafts of a kind are rejected if LOW tokens per step are committed, and SOUND in measured answers."""
@@ -60,3 +61,37 @@ def find_slow(session: QuestionSession, id: str, what: str, seconds: float, num_
         next="start the server without the draft and compare the times",
     )
     return [found] if own > SLOW * usual else []
+
+
+def find_endless(
+    kind: str, what: str, texts: Sequence[str], ends_plainly: Callable[[], bool | None]
+) -> list[ServedFinding]:
+    """A finding if texts that a length limit has cut end with characters that say nothing.
+
+    texts         each answer that has begun rightly, or an empty text in place of any other answer
+    ends_plainly  whether the same answer ends without drafts; None if no request can ask for it
+    """
+    tails = [(tail, text) for text in texts if (tail := empty_tail(text))]
+    if not tails:
+        return []
+    tail, text = max(tails, key=lambda item: len(item[0]))
+    shown = "white space" if tail.isspace() else f"{shorten(repr(tail[:24]), 40)} and so on"
+    is_draft = ends_plainly()
+    follows = {
+        None: "Whether the draft is the reason is not known",
+        True: "Without drafts the same answer ends: drafting is the reason",
+        False: "Without drafts the answer does not end either: the draft is not the reason",
+    }
+    return [
+        ServedFinding(
+            id=f"{kind}-endless",
+            severity="error" if is_draft else "warning",
+            seen=f"{len(tails)} of {plural(len(texts), 'answer')} with {what} run up to the limit of tokens; the last "
+            f"{len(tail)} of {len(text)} characters are {shown}",
+            follows="the answer does not end, and more tokens do not help: the grammar allows white space or a "
+            f"repetition without a limit, and the model goes on with it. {follows[is_draft]}",
+            next="forbid free white space in the grammar (disable_any_whitespace of vLLM, "
+            "--constrained-json-whitespace-pattern of SGLang), limit the length of strings and numbers in the schema, "
+            "and ask the same without the draft",
+        )
+    ]

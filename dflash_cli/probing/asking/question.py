@@ -16,7 +16,13 @@ from dflash_cli.probing.runs.counter_watch import await_counters, has_come
 from dflash_cli.probing.runs.server_run import ServerRequest, ServerRun
 from dflash_cli.probing.served.chat_answers import ServedToolCall
 from dflash_cli.probing.served.served_answer import ServedAnswer
-from dflash_cli.probing.served.token_equality import TokenEquality, TokenText, texts_of_answers
+from dflash_cli.probing.served.token_equality import (
+    TokenDifference,
+    TokenEquality,
+    TokenText,
+    find_worst,
+    texts_of_answers,
+)
 from dflash_cli.probing.servers.http_client import TimeIsUp
 from dflash_cli.probing.servers.inference_server import MEASURED, Asked, InferenceServer, Variant
 from dflash_cli.probing.servers.server_facts import ServerFacts
@@ -99,6 +105,8 @@ class QuestionSession:
     """Whether a plain request got no answer."""
     num_requests: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)
+    last_len: int = field(default=0, init=False)
+    """Tokens of the question's last prompt of `ask`, whether or not it got an answer."""
 
     def greedy_texts(self, most: int) -> list[TokenText]:
         """The first answers of the first run.
@@ -122,7 +130,7 @@ class QuestionSession:
         seed: int = 0,
     ) -> CountedAnswer:
         """The answer to a prompt, by default greedy. Raises the errors of `InferenceServer.answer`."""
-        before = self.counters()
+        before, self.last_len = self.counters(), len(prompt_ids)
         started = time.perf_counter()
         asked = Asked(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         served = self.server.answer(prompt_ids, asked, variant)
@@ -159,6 +167,12 @@ class QuestionSession:
             raise
         except DFlashError:
             return {}
+
+    def find_worst(self, text: TokenText) -> TokenDifference | None:
+        """The least likely token of an answer by the target's own scores. Raises the errors of `score`."""
+        scores = self.server.score(text.prompt_ids, text.token_ids)
+        self.charge(len(text.prompt_ids) + len(text.token_ids) + 1)
+        return find_worst(text, scores, self.near_tie_nats)
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:

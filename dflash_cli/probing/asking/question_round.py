@@ -1,6 +1,7 @@
 """Ask all questions, one after another, and name kinds of requests that get no answer while plain requests do."""
 
 import time
+from dataclasses import replace
 
 from dflash_cli.probing.asking.question import (
     CONTROL_LEN,
@@ -13,7 +14,7 @@ from dflash_cli.probing.asking.question import (
 )
 from dflash_cli.probing.counters.process_identity import identify
 from dflash_cli.probing.findings.served_finding import ServedFinding
-from dflash_cli.probing.servers.http_client import ServerUnreachable, TimeIsUp
+from dflash_cli.probing.servers.http_client import WAITED_TOO_LONG, ServerUnreachable, TimeIsUp, told_status
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.phrases import shorten
 
@@ -22,6 +23,8 @@ MAX_REASON_CHARS = 160
 NO_ANSWER, TOO_MANY = ("no-answer", "connection-refused"), "answered 429"
 KINDS = {"json-schema": ("structured-output-fails", "JSON by a schema"), "tool-call": ("tool-call-fails", "tool calls")}
 """Question -> the id of its finding, and the kind of its requests."""
+LONG = 4
+"""A prompt is long if it has this many times the tokens of each measured one."""
 
 
 def ask_questions(session: QuestionSession) -> list[QuestionReport]:
@@ -31,7 +34,7 @@ def ask_questions(session: QuestionSession) -> list[QuestionReport]:
 
 
 def _ask(name: str, session: QuestionSession) -> QuestionReport:
-    session.num_requests = session.num_tokens = 0
+    session.num_requests = session.num_tokens = session.last_len = 0
     started, why, found = time.perf_counter(), "", None
     try:
         found = _outcome(name, session)
@@ -68,12 +71,31 @@ def _outcome(name: str, session: QuestionSession) -> Outcome:
     except ServerUnreachable as error:
         if session.is_gone or not _is_no_answer(error):
             raise
+        num_tokens = session.last_len
         session.is_gone = not _answers(session)
         has_restarted = identify(session.server.readings[num_readings:]) != "one"
         if has_restarted:
             # Counters that fall again and again would look like several servers.
             del session.server.readings[num_readings:]
-        return _failed(name, session, _reason(error), has_restarted)
+        found = _failed(name, session, _reason(error), has_restarted)
+        return found if session.is_gone or has_restarted else _as_timeout(session, found, num_tokens)
+
+
+def _as_timeout(session: QuestionSession, found: Outcome, num_tokens: int) -> Outcome:
+    """The outcome, with a proxy's limit of time as the likely reason if only a long prompt meets such a limit."""
+    (finding,) = found.findings
+    status = told_status(finding.seen, WAITED_TOO_LONG)
+    if status is None or num_tokens < LONG * max(map(len, session.prompts)):
+        return found
+    likely = replace(
+        finding,
+        seen=f"{finding.seen}; the prompt has {num_tokens} tokens",
+        follows=f"status {status} is a limit of time, and short prompts are answered: a proxy or gateway likely gives "
+        "up before the server has read a long prompt",
+        next="ask the same at the server's own address; if it answers there, raise the proxy's limit "
+        "(proxy_read_timeout of nginx) above the time of such an answer",
+    )
+    return replace(found, findings=[likely])
 
 
 def _is_no_answer(error: ServerUnreachable) -> bool:

@@ -81,7 +81,10 @@ EXPLAINS: Mapping[str, set[str]] = {
     "acceptance-falls-within-answers": {"acceptance-near-zero", "acceptance-low-everywhere", *REJECTED},
     "acceptance-falls-with-context": {"second-turn-lowers-acceptance"},
     "prefix-cache-lowers-acceptance": {"acceptance-falls-with-time", "second-turn-lowers-acceptance"},
-    "prefix-cache-changes-answers": {"second-turn-changes-answers"},
+    "prefix-cache-changes-answers": {
+        "second-turn-changes-answers", "answers-not-repeatable", "answers-change-with-load",
+        "answers-change-beside-sampled",
+    },
     "answers-not-greedy": {
         "logprobs-wrong",
         "structured-output-broken", "tool-call-broken", "tool-call-off-schema", "second-turn-changes-answers",

@@ -12,6 +12,11 @@ from dflash_runtime.phrases import plural
 
 MIN_SHARE = 0.1
 """Answers without steps, as a share, that a single short answer does not explain."""
+WHO = "several servers answer at this address, or several workers of one server, and each counts its own requests"
+REMEDY = (
+    ". If one server has several workers behind one /metrics (--api-server-count of vLLM), set "
+    "PROMETHEUS_MULTIPROC_DIR to an empty directory, so that they count together"
+)
 FOREIGN = ServedFinding(
     id="foreign-traffic",
     severity="warning",
@@ -36,9 +41,10 @@ def find_identity(
     identity = identify(readings)
     if unlike is not None and len(looks) > len(set(looks)):
         seen = f"descriptions of the server alternate: {_difference(*unlike)}"
-        return [_several(seen), _unlike(seen)]
+        return [_several(seen, "several servers answer at this address", ""), _unlike(seen)]
     if identity == "several":
-        return [_several(f"{len(readings)} readings of the counters fall and come back, or alternate between starts")]
+        seen = f"{len(readings)} readings of the counters fall and come back, or alternate between starts"
+        return [_several(seen, WHO, REMEDY)]
     if identity == "restarted":
         return [RESTARTED]
     return [FOREIGN] if rises_alone(readings[:num_before]) else []
@@ -55,13 +61,13 @@ def find_replicas(evidence: Evidence) -> Iterator[ServedFinding]:
         yield _unlike(f"{without} of {plural(len(run.answers), 'answer')} report no verify step")
 
 
-def _several(seen: str) -> ServedFinding:
+def _several(seen: str, who: str, remedy: str) -> ServedFinding:
     return ServedFinding(
         id="several-replicas",
         severity="warning",
         seen=seen,
-        follows="several servers answer at this address; figures from counters are of no use",
-        next="probe each server at its own address",
+        follows=f"{who}; figures from counters are of no use",
+        next=f"probe each server at its own address{remedy}",
     )
 
 

@@ -13,6 +13,7 @@ from dflash_cli.generation.answers import Answer
 from dflash_cli.probing.asking.changing_answers import explain_changes
 from dflash_cli.probing.asking.fresh_prompts import HIGHER, find_repeats
 from dflash_cli.probing.asking.question import LAST, QUESTIONS, CountedAnswer, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.asking.wrong_repeats import find_cache_fault, not_repeatable
 from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.served.token_equality import TokenText, Turn, compare_texts
 from dflash_runtime.phrases import plural
@@ -138,20 +139,18 @@ def _changed(session: QuestionSession, pairs: Sequence[tuple[Answer, CountedAnsw
     )
     is_fault = equality.shows_fault(is_quantised=session.facts.is_quantised)
     is_blind = bool(equality.differences) and all(item.gap_nats is None for item in equality.differences)
-    reasons: list[ServedFinding] = []
-    if is_fault or (is_blind and len(equality.differences) >= len(pairs) / 2):
-        reasons = explain_changes(session, [first["", int(item.name)].prompt_ids for item in equality.differences])
+    if not is_fault and not (is_blind and len(equality.differences) >= len(pairs) / 2):
+        return
+    prompts = [first["", int(item.name)].prompt_ids for item in equality.differences]
+    reasons, tried = find_cache_fault(session, prompts, session.asking.asked.max_new_tokens)
+    reasons = reasons or explain_changes(session, prompts)
     yield from reasons
     if is_fault and not reasons:
         most = max(item.gap_nats or 0 for item in equality.unexplained)
         size = plural(len(pairs), "greedy answer")
-        yield ServedFinding(
-            id="answers-not-repeatable",
-            severity="warning",
-            seen=f"{equality.num_unexplained} of {size} change from the first run to the end, "
-            f"both one at a time, by up to {most:.2f} nats",
-            follows="greedy answers to one prompt change by more than near-ties; the cause is not known",
-            next="repeat the probe without other clients, then without the prefix cache, then without the draft",
+        yield not_repeatable(
+            f"{equality.num_unexplained} of {size} change from the first run to the end, both one at a time, by up to "
+            f"{most:.2f} nats{f'; {tried}' if tried else ''}"
         )
 
 

@@ -1,13 +1,14 @@
-"""Ask for JSON by a schema: is it valid, is it drafted, and is it as fast as other answers?"""
+"""Ask for JSON by a schema: is it valid, does it end, is it drafted, and is it as fast as other answers?"""
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dflash_cli.probing.asking.kind_findings import find_slow, find_undrafted
+from dflash_cli.probing.asking.kind_findings import find_endless, find_slow, find_undrafted
 from dflash_cli.probing.asking.question import QUESTIONS, CountedAnswer, Outcome, QuestionSession, pooled_length
 from dflash_cli.probing.findings.served_finding import ServedFinding
+from dflash_cli.probing.served.empty_tail import empty_tail
 from dflash_cli.probing.servers.inference_server import Variant
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.phrases import plural, shorten
@@ -51,10 +52,34 @@ def ask(session: QuestionSession) -> Outcome:
     fastest = min(found[1], repeated, key=lambda item: item.seconds / max(1, item.num_tokens))
     findings = [
         *_broken(session, prompts, found, verdicts),
+        *_endless(session, prompts, [*found, repeated]),
         *find_undrafted(session, found, "structured-output", "JSON by a schema"),
         *find_slow(session, "structured-output-slow", "JSON by a schema", fastest.seconds, fastest.num_tokens),
     ]
     return Outcome(seen=seen, findings=findings)
+
+
+def _endless(
+    session: QuestionSession, prompts: Sequence[Sequence[int]], found: Sequence[CountedAnswer]
+) -> Iterator[ServedFinding]:
+    """Answers that begin as JSON and then say nothing up to the limit."""
+    texts = [_begun(item) for item in found]
+    place = next((place for place, text in enumerate(texts) if empty_tail(text)), 0)
+
+    def ends_plainly() -> bool | None:
+        if not session.server.can_switch_off:
+            return None
+        variant = Variant(json_schema=SCHEMA, is_plain=True)
+        return session.ask(prompts[place % len(prompts)], ANSWER_LEN, variant).served.finish_reason != "length"
+
+    yield from find_endless("structured-output", "JSON by a schema", texts, ends_plainly)
+
+
+def _begun(item: CountedAnswer) -> str:
+    """The text of an answer that was cut by the limit, if it begins as JSON; otherwise an empty text."""
+    text = item.served.text.rpartition(THOUGHT_END)[2]
+    is_begun = text.lstrip()[:1] in ("", "{", "`")
+    return text if is_begun and item.served.finish_reason == "length" else ""
 
 
 def _is_valid(item: CountedAnswer) -> bool | None:

@@ -2,11 +2,16 @@
 
 A target's first choice at each token is what plain decoding takes. One request scores a whole answer, and the server
 drafts nothing for it. Batches of another shape round differently, so tokens that are nearly as likely may swap.
+
+A wrong prefix cache looks like wrong tokens of the draft, because answers or their parts may read it. The requests that
+differ are therefore asked again without the cache.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from dflash_cli.probing.asking.question import QUESTIONS, NotJudged, Outcome, QuestionSession
+from dflash_cli.probing.asking.wrong_repeats import find_cache_fault
 from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.served.token_equality import TokenDifference, TokenEquality, TokenText, compare_texts
 from dflash_cli.probing.servers.inference_server import Variant
@@ -15,6 +20,8 @@ from dflash_runtime.phrases import plural
 
 NUM_ANSWERS, NUM_IN_PIECES = 16, 8
 """Answers to compare, and how many if the server needs several requests for one without drafts."""
+PIECE = 2
+"""Tokens of each of these requests."""
 
 
 @QUESTIONS.register("plain-decoding")
@@ -34,7 +41,7 @@ def ask(session: QuestionSession) -> Outcome:
         unjudged = len(equality.differences) - equality.num_near_ties - equality.num_unexplained
         seen += f", {plural(equality.num_near_ties, 'near-tie')}, {equality.num_unexplained} faults"
         seen += f", {unjudged} not judged" if unjudged else ""
-    return Outcome(seen=seen, findings=list(_judge(session, equality)), equality=equality)
+    return Outcome(seen=seen, findings=list(_judge(session, texts, equality)), equality=equality)
 
 
 def _against_scores(session: QuestionSession, texts: Sequence[TokenText]) -> TokenEquality:
@@ -42,35 +49,14 @@ def _against_scores(session: QuestionSession, texts: Sequence[TokenText]) -> Tok
     found = []
     for text in texts:
         try:
-            scores = session.server.score(text.prompt_ids, text.token_ids)
+            difference = session.find_worst(text)
         except RequestError as error:
             raise NotJudged(f"the server does not score tokens: it answered {error.found}") from error
-        session.charge(len(text.prompt_ids) + len(text.token_ids) + 1)
-        difference = find_worst(text, scores, session.near_tie_nats)
         found += [difference] if difference is not None else []
     return TokenEquality(
         base=session.first.name, other="the target alone", num_compared=len(texts), num_unlike=0,
         differences=tuple(found),
     )  # fmt: skip
-
-
-def find_worst(text: TokenText, scores: Sequence[Mapping[int, float]], near_tie_nats: float) -> TokenDifference | None:
-    """The least likely token of an answer, against the target's first choice; None if each token is that choice."""
-    places = []
-    for position, (token, likely) in enumerate(zip(text.token_ids, scores, strict=False)):
-        first = max(likely, key=lambda item: likely[item], default=token)
-        if token in likely and likely[first] > likely[token]:
-            places.append((likely[first] - likely[token], position, first))
-    if not places:
-        return None
-    gap, position, first = max(places)
-    return TokenDifference(
-        name=text.name,
-        position=position,
-        tokens=(text.token_ids[position], first),
-        gap_nats=gap,
-        is_near_tie=gap <= near_tie_nats,
-    )
 
 
 def _against_plain(session: QuestionSession, texts: Sequence[TokenText]) -> TokenEquality:
@@ -94,23 +80,14 @@ def _against_plain(session: QuestionSession, texts: Sequence[TokenText]) -> Toke
     )
 
 
-def _judge(session: QuestionSession, equality: TokenEquality) -> Iterator[ServedFinding]:
+def _judge(session: QuestionSession, texts: Sequence[TokenText], equality: TokenEquality) -> Iterator[ServedFinding]:
     wrong = equality.unexplained
     if not wrong:
         return
     most = max(item.gap_nats or 0 for item in wrong)
     seen = f"{len(wrong)} of {plural(equality.num_compared, 'greedy answer')} differ from {equality.other} by up to "
     seen += f"{most:.2f} nats"
-    if equality.shows_fault(is_quantised=session.facts.is_quantised):
-        yield ServedFinding(
-            id="answers-not-greedy",
-            severity="error",
-            seen=seen,
-            follows="the server accepts tokens that its target does not choose; rounding does not explain the gap. "
-            "Whether the draft or plain decoding is at fault is not known",
-            next="start the server without the draft and repeat with --result; if the gap is gone, it is the draft",
-        )
-    else:
+    if not equality.shows_fault(is_quantised=session.facts.is_quantised):
         yield ServedFinding(
             id="answers-near-the-limit",
             severity="info",
@@ -118,3 +95,59 @@ def _judge(session: QuestionSession, equality: TokenEquality) -> Iterator[Served
             follows="a little more than rounding explains; the cause is not known",
             next="repeat with more prompts, or raise --near-tie for a target in few bits",
         )
+        return
+    yield from _of_cache(session, texts, equality) or [
+        ServedFinding(
+            id="answers-not-greedy",
+            severity="error",
+            seen=seen,
+            follows="the server accepts tokens that its target does not choose; rounding does not explain the gap. "
+            "Whether the draft or plain decoding is at fault is not known",
+            next="start the server without the draft and repeat with --result; if the gap is gone, it is the draft",
+        )
+    ]
+
+
+def _of_cache(session: QuestionSession, texts: Sequence[TokenText], equality: TokenEquality) -> list[ServedFinding]:
+    """A finding if the prefix cache explains the differences: of the answers, or of the answers without drafts."""
+    pairs = [(item, _text_of(item, texts)) for item in equality.unexplained]
+    if session.server.can_score:
+        return find_cache_fault(session, [text.prompt_ids for _, text in pairs], session.asking.asked.max_new_tokens)[0]
+    if session.server.can_switch_off:
+        return []  # an answer without drafts is one request, which reads no cache
+    walked = [item for item, text in pairs if _stays(session, text, item)]
+    others = [item for item in equality.differences if item not in walked]
+    if replace(equality, differences=tuple(others)).shows_fault(is_quantised=session.facts.is_quantised):
+        return []
+    most = max(item.gap_nats or 0 for item in walked)
+    size = plural(equality.num_compared, "answer")
+    seen = (
+        f"{len(walked)} of {size} without drafts, in requests of {PIECE} tokens that each go on from the one before, "
+    )
+    seen += (
+        f"differ from drafted ones by up to {most:.2f} nats. Without the cache the same requests get the drafted tokens"
+    )
+    return [
+        ServedFinding(
+            id="second-turn-changes-answers",
+            severity="error",
+            seen=seen,
+            follows="what the server keeps of an answer is wrong, and a prompt that goes on from it reads it from the "
+            "prompt cache. Drafted answers to new prompts are right",
+            next="ask with cache_prompt false, start the server without its prompt cache, then without the draft, and "
+            "report it to the engine",
+        )
+    ]
+
+
+def _text_of(item: TokenDifference, texts: Sequence[TokenText]) -> TokenText:
+    """The answer of a difference. Turns of one conversation have one name."""
+    named = [text for text in texts if text.name == item.name]
+    return next((text for text in named if item.tokens[0] in text.token_ids[item.position :][:1]), named[0])
+
+
+def _stays(session: QuestionSession, text: TokenText, item: TokenDifference) -> bool:
+    """Whether the request of the answer without drafts has the drafted answer's token, if it reads no cache."""
+    start = item.position // PIECE * PIECE
+    found = session.ask((*text.prompt_ids, *text.token_ids[:start]), PIECE, Variant(is_plain=True))
+    return found.served.token_ids[item.position - start :][:1] == (item.tokens[0],)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from dflash_cli.probing.asking.long_prompts import ANSWER_LEN, make_long_prompts
 from dflash_cli.probing.asking.question import QUESTIONS, CountedAnswer, Outcome, QuestionSession, pooled_length
+from dflash_cli.probing.asking.wrong_repeats import CACHED, ask_more, cache_finding, ends_at_once, not_repeatable
 from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.served.token_equality import FAULT_NATS, TokenText, compare_texts
-from dflash_cli.probing.servers.inference_server import Variant
 from dflash_runtime.phrases import plural
 
 NUM_PROMPTS = 3
-CACHED = Variant(uses_cache=True)
 LOWER, MIN_MORE_STEPS = 0.7, 10
 """A warm answer is slower if its length is below this share of the cold one, over this many steps more."""
 LITTLE = 0.25
@@ -37,6 +36,21 @@ class Repeat:
     @property
     def is_same(self) -> bool:
         return self.cold.served.token_ids == self.warm.served.token_ids
+
+    @property
+    def ends_at_once(self) -> bool:
+        return ends_at_once(self.warm, self.cold.num_tokens)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the third answer equals the second. Answers that end at once may do so by chance."""
+        is_same = self.again is not None and self.again.served.token_ids == self.warm.served.token_ids
+        return is_same and not self.ends_at_once
+
+    @property
+    def is_unlike(self) -> bool:
+        """Whether rounding does not explain other tokens."""
+        return not self.is_near_tie and (self.gap_nats is not None or self.ends_at_once)
 
 
 @QUESTIONS.register("repeated-prompt")
@@ -123,29 +137,23 @@ def _cache_use(session: QuestionSession, found: Sequence[Repeat]) -> Iterator[Se
 
 def _tokens(session: QuestionSession, found: Sequence[Repeat]) -> Iterator[ServedFinding]:
     """Second answers with other tokens, where a near-tie does not explain it."""
-    unlike = [item for item in found if item.gap_nats is not None and not item.is_near_tie]
-    largest = max((item.gap_nats or 0 for item in unlike), default=0)
-    if largest < FAULT_NATS and (len(unlike) < 2 or session.facts.is_quantised):
+    unlike = [item for item in found if item.is_unlike]
+    gaps = [item.gap_nats for item in unlike if item.gap_nats is not None]
+    is_small = len(unlike) < 2 or (session.facts.is_quantised and len(gaps) == len(unlike))
+    if max(gaps, default=0) < FAULT_NATS and is_small:
         return
-    gaps = ", ".join(f"{item.gap_nats:.2f}" for item in unlike)
-    seen = f"{len(unlike)} of {plural(len(found), 'long prompt')} got other tokens the second time, {gaps} nats apart"
-    stays = all(item.again is not None and item.again.served.token_ids == item.warm.served.token_ids for item in unlike)
-    if stays and all(item.warm.num_cached for item in unlike):
-        yield ServedFinding(
-            id="prefix-cache-changes-answers",
-            severity="error",
-            seen=f"{seen}; a third answer equals the second",
-            follows="the prefix cache restores another state than the prompt has; rounding does not explain it",
-            next="start the server without its prefix cache, and report it to the engine",
-        )
+    seen = f"{len(unlike)} of {plural(len(found), 'long prompt')} got other tokens the second time"
+    seen += f", {', '.join(f'{gap:.2f}' for gap in gaps)} nats apart" if gaps else ""
+    if all(item.stays and item.warm.num_cached for item in unlike):
+        yield cache_finding(f"{seen}; a third answer equals the second", "")
         return
-    yield ServedFinding(
-        id="answers-not-repeatable",
-        severity="warning",
-        seen=seen,
-        follows="greedy answers to one prompt change by more than near-ties; the cause is not known",
-        next="repeat the probe without other clients, then without the prefix cache, then without the draft",
-    )
+    asked = {item.prompt_ids: [answer for answer in (item.cold, item.warm, item.again) if answer] for item in found}
+    tried = ask_more(session, asked, ANSWER_LEN)
+    seen += f". Asked {plural(len(tried.trials), 'time')} in all: {tried.seen}" if tried.wrong else ""
+    if tried.reason == "cached":
+        yield cache_finding(seen, tried.ends)
+    else:
+        yield not_repeatable(seen + tried.ends, tried.reason)
 
 
 def _acceptance(found: Sequence[Repeat]) -> Iterator[ServedFinding]:

@@ -16,8 +16,8 @@ from dflash_cli.probing.asking.question import (
     QuestionSession,
     pooled_length,
 )
+from dflash_cli.probing.asking.wrong_repeats import ask_more, cache_finding, ends_text, not_repeatable
 from dflash_cli.probing.findings.served_finding import ServedFinding
-from dflash_cli.probing.questions.plain_decoding import find_worst
 from dflash_cli.probing.served.token_equality import TokenEquality, TokenText, compare_texts
 from dflash_cli.probing.servers.inference_server import Variant
 from dflash_runtime.errors import DFlashError, RequestError
@@ -113,11 +113,7 @@ def _compare(session: QuestionSession, asked: Sequence[tuple[tuple[int, ...], Co
     """Answers against the target's own scores, or against answers that read no cache."""
     texts = [_text(str(place), *pair) for place, pair in enumerate(asked)]
     if session.server.can_score:
-        worst = []
-        for text in texts:
-            scores = session.server.score(text.prompt_ids, text.token_ids)
-            session.charge(len(text.prompt_ids) + len(text.token_ids) + 1)
-            worst.append(find_worst(text, scores, session.near_tie_nats))
+        worst = [session.find_worst(text) for text in texts]
         return TokenEquality(
             base="second turns", other="the target alone", num_compared=len(texts), num_unlike=0,
             differences=tuple(item for item in worst if item is not None),
@@ -145,12 +141,17 @@ def _changed(session: QuestionSession, found: Sequence[TwoTurns], equality: Toke
     wrong = equality.unexplained
     seen = f"{len(wrong)} of {plural(len(found), 'second turn')} differ from {equality.other} by up to "
     seen += f"{max(item.gap_nats or 0 for item in wrong):.2f} nats"
+    seconds = [found[int(item.name)].second for item in wrong]
+    seen += ends_text(seconds, max(item.first.num_tokens for item in found))
     try:
         before = _compare(session, [(item.prompt_ids, item.first) for item in found])
     except DFlashError:
         return
     is_general = before.shows_fault(is_quantised=is_quantised)
-    cached = [found[int(item.name)].second.num_cached for item in wrong]
+    reasons = [] if is_general else _of_first_turns(session, found, seen)
+    yield from reasons
+    if reasons:
+        return
     yield ServedFinding(
         id="answers-not-greedy" if is_general else "second-turn-changes-answers",
         severity="error",
@@ -158,9 +159,18 @@ def _changed(session: QuestionSession, found: Sequence[TwoTurns], equality: Toke
         follows="the server accepts tokens after long prompts that its target does not choose"
         if is_general
         else "what the server keeps of an answer is wrong, and a prompt that goes on from it reads it"
-        + (" from the prefix cache" if all(cached) else ""),
+        + (" from the prefix cache" if all(item.num_cached for item in seconds) else ""),
         next="start the server without its prefix cache, then without the draft, and report it to the engine",
     )
+
+
+def _of_first_turns(session: QuestionSession, found: Sequence[TwoTurns], seen: str) -> list[ServedFinding]:
+    """A finding if first turns that are asked again are wrong, too, so that the kept answer is not the reason."""
+    tried = ask_more(session, {item.prompt_ids: (item.first,) for item in found}, ANSWER_LEN)
+    seen += f". First turns asked again: {tried.seen}"
+    if not tried.wrong:
+        return []
+    return [cache_finding(seen, tried.ends) if tried.reason == "cached" else not_repeatable(seen, tried.reason)]
 
 
 def _slower(session: QuestionSession, found: Sequence[TwoTurns]) -> Iterator[ServedFinding]:

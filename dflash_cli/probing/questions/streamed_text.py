@@ -6,12 +6,12 @@ puts it into the text. A character may need several tokens. A server that sends 
 once writes U+FFFD instead.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from dflash_cli.probing.asking.chat_findings import find_protocol_faults, find_run_on
 from dflash_cli.probing.asking.question import QUESTIONS, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.findings.served_finding import ServedFinding
-from dflash_cli.probing.served.chat_answers import ServedToolCall
+from dflash_cli.probing.served.chat_answers import ServedToolCall, has_letters, verb_of_stream
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import shorten
 
@@ -48,7 +48,7 @@ def _ask_characters(session: QuestionSession) -> Outcome:
         counts, wide = [text.count(BROKEN) for text in texts], [_num_wide(text) for text in texts]
         seen = f"{counts[1]} replacement characters and {wide[1]} other characters beyond ASCII streamed, "
         seen += f"{counts[0]} and {wide[0]} in one piece"
-        lacks = wide[1] < wide[0] and _has(*texts) and len(texts[0]) - len(texts[1]) == wide[0] - wide[1]
+        lacks = wide[1] < wide[0] and has_letters(*texts) and len(texts[0]) - len(texts[1]) == wide[0] - wide[1]
         if counts[0] or streamed.is_cut or not (counts[1] or lacks):
             return Outcome(seen=seen)
         end = shorten(repr(texts[1][-40:]), 60)
@@ -85,7 +85,9 @@ def _ask_text(session: QuestionSession, answers: list[ServedToolCall]) -> Outcom
             if broken:
                 continue
             return Outcome(seen=seen)
-        if whole.finish_reason != streamed.finish_reason or not any(_has(*pair) for pair in (texts, texts[::-1])):
+        if whole.finish_reason != streamed.finish_reason or not any(
+            has_letters(*pair) for pair in (texts, texts[::-1])
+        ):
             raise NotJudged("the two answers are different texts")
         broken = list(_broken(whole, streamed))
     return Outcome(seen=seen, findings=broken)
@@ -113,12 +115,6 @@ def _plain(text: str) -> str:
     return "".join(text.split())
 
 
-def _has(whole: str, part: str) -> bool:
-    """Whether a text is left if some letters of `whole` are taken out."""
-    letters: Iterable[str] = iter(whole)
-    return all(letter in letters for letter in part)
-
-
 def _misplaced(whole: ServedToolCall, streamed: ServedToolCall) -> Iterator[ServedFinding]:
     """Reasoning that only one of the answers has in its text. Reasoning that a limit cut is not judged in one piece."""
     sizes = [len(_plain(item.text)) for item in (whole, streamed)]
@@ -142,7 +138,7 @@ def _broken(whole: ServedToolCall, streamed: ServedToolCall) -> Iterator[ServedF
         id="text-stream-broken",
         severity="error",
         seen=f"a text in one piece ends with {ends[0]}, the streamed one with {ends[1]}, and letters differ in number",
-        follows="the stream loses or repeats text; servers that expect one token per step do so with drafts. "
-        "Whether the draft is the reason is not known",
+        follows=f"the stream {verb_of_stream(_letters(whole), _letters(streamed))} text; servers that expect one token "
+        "per step do so with drafts. Whether the draft is the reason is not known",
         next="ask without streaming, and repeat without the draft; report it to the engine",
     )

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash_cli.probing.asking.chat_findings import find_protocol_faults
-from dflash_cli.probing.asking.kind_findings import find_slow
+from dflash_cli.probing.asking.kind_findings import find_endless, find_slow
 from dflash_cli.probing.asking.question import QUESTIONS, CountedCall, NotJudged, Outcome, QuestionSession
 from dflash_cli.probing.findings.served_finding import ServedFinding
-from dflash_cli.probing.served.chat_answers import ServedToolCall
+from dflash_cli.probing.served.chat_answers import ServedToolCall, verb_of_stream
 from dflash_cli.probing.served.chat_protocol import KINDS
 from dflash_cli.probing.servers.inference_server import MEASURED, Variant
 from dflash_runtime.checkpoint.strict_json import loads
@@ -62,6 +62,9 @@ def ask(session: QuestionSession) -> Outcome:
     state, streamed_state = _state(whole), _state(streamed)
     protocol = find_protocol_faults([whole], [streamed])
     if state == "cut" and not protocol:
+        endless = find_endless("tool-call", "a required tool call", list(map(_begun, (whole, streamed))), lambda: None)
+        if endless:
+            return Outcome(seen="the call does not end", findings=endless)
         raise NotJudged(f"no tool call within {ANSWER_LEN} tokens")
     calls, streams = [whole], [streamed]
     is_odd = bool({"broken", "off schema"} & {state, streamed_state}) or (state, streamed_state) == ("whole", "absent")
@@ -86,6 +89,12 @@ def ask(session: QuestionSession) -> Outcome:
         ),
     ]
     return Outcome(seen=seen, findings=findings)
+
+
+def _begun(call: ServedToolCall) -> str:
+    """The text of a call that was cut by the limit, if it begins as one; otherwise an empty text."""
+    is_begun = call.arguments is not None or NAME in call.text or not call.text.strip()
+    return call.text + (call.arguments or "") if is_begun and call.finish_reason == "length" else ""
 
 
 def _state(call: ServedToolCall) -> str:
@@ -193,8 +202,8 @@ def _stream(
             id="tool-call-stream-broken",
             severity="error",
             seen=f"the call in one piece has {_shown(whole)}, the streamed one {_shown(streamed)}",
-            follows="the streaming parser loses text; parsers that expect one token at a time do so with drafts. "
-            "Whether the draft is the reason is not known",
+            follows=f"the streaming parser {verb_of_stream(whole.letters, streamed.letters)} text; parsers that expect "
+            "one token at a time do so with drafts. Whether the draft is the reason is not known",
             next="ask without streaming, and repeat without the draft; report it to the engine",
         )
 

@@ -15,7 +15,7 @@ from dflash_cli.probing.runs.run_figures import Rows, conversations_of, count_ru
 from dflash_cli.probing.runs.run_load import RunLoad
 from dflash_cli.probing.runs.served_answers import ask_all
 from dflash_cli.probing.runs.server_run import DraftWidths, ReadLength, ServerRequest, ServerRun, answer_settings
-from dflash_cli.probing.servers.http_client import TimeIsUp, refused_status
+from dflash_cli.probing.servers.http_client import FULL, TimeIsUp, told_status
 from dflash_cli.probing.servers.inference_server import InferenceServer
 from dflash_cli.probing.servers.server_facts import ServerFacts
 from dflash_runtime.errors import DFlashError
@@ -133,7 +133,7 @@ def _keep(
 
 def _refusals(failures: Sequence[Failure]) -> Counter[int]:
     """Failures by status of a server with too many requests."""
-    return Counter(status for item in failures if (status := refused_status(item.error)) is not None)
+    return Counter(status for item in failures if (status := told_status(item.error, FULL)) is not None)
 
 
 def _end_ids(found: Rows) -> frozenset[int]:

@@ -16,7 +16,7 @@ from dflash_cli.probing.runs.counter_watch import CounterWatch
 from dflash_cli.probing.runs.run_figures import Rows
 from dflash_cli.probing.runs.server_run import ServerRequest
 from dflash_cli.probing.served.served_answer import ServedAnswer, ServedSteps
-from dflash_cli.probing.servers.http_client import ServerUnreachable, TimeIsUp, refused_status
+from dflash_cli.probing.servers.http_client import FULL, ServerUnreachable, TimeIsUp, told_status
 from dflash_cli.probing.servers.inference_server import Asked, InferenceServer
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.phrases import plural
@@ -152,7 +152,7 @@ def _collect(
             continue
         if isinstance(found, ServerUnreachable):
             num_failed += 1
-            is_full = is_loaded and refused_status(found.message) is not None
+            is_full = is_loaded and told_status(found.message, FULL) is not None
             if num_failed >= min(MAX_FAILED_IN_A_ROW, num_rows) and not is_full:
                 raise _gone(found, num_done, request) from found
         if isinstance(found, DFlashError):

@@ -1,7 +1,7 @@
 """Answers to chats in the form of OpenAI's chat completions, which all engines share, and their tool calls."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,26 @@ class ServedToolCall:
     is_cut: bool = False
 
     @property
+    def letters(self) -> str:
+        """The reasoning, the text and the arguments without white space."""
+        return "".join(f"{self.thought}{self.text}{self.arguments or ''}".split())
+
+    @property
     def num_letters(self) -> int:
-        """Letters of the reasoning, the text and the arguments, without white space."""
-        return len("".join(f"{self.thought}{self.text}{self.arguments or ''}".split()))
+        return len(self.letters)
+
+
+def has_letters(whole: str, part: str) -> bool:
+    """Whether a text is left if some letters of `whole` are taken out."""
+    letters: Iterable[str] = iter(whole)
+    return all(letter in letters for letter in part)
+
+
+def verb_of_stream(whole: str, streamed: str) -> str:
+    """A word for the change of a text in a stream: it loses, doubles or changes text."""
+    if has_letters(whole, streamed):
+        return "loses"
+    return "doubles" if has_letters(streamed, whole) and set(streamed) <= set(whole) else "changes"
 
 
 def read_call(document: Any) -> ServedToolCall:

@@ -181,3 +181,22 @@ def _judge(
     least = min(likeliest.values())
     gap = abs(known[0] - known[1]) if len(known) == 2 else max(known[0], max(likeliest.values())) - least
     return replace(difference, gap_nats=gap, is_near_tie=len(known) == 2 and gap <= near_tie_nats)
+
+
+def find_worst(text: TokenText, scores: Sequence[Mapping[int, float]], near_tie_nats: float) -> TokenDifference | None:
+    """The least likely token of an answer, against the target's first choice; None if each token is that choice."""
+    places = []
+    for position, (token, likely) in enumerate(zip(text.token_ids, scores, strict=False)):
+        first = max(likely, key=lambda item: likely[item], default=token)
+        if token in likely and likely[first] > likely[token]:
+            places.append((likely[first] - likely[token], position, first))
+    if not places:
+        return None
+    gap, position, first = max(places)
+    return TokenDifference(
+        name=text.name,
+        position=position,
+        tokens=(text.token_ids[position], first),
+        gap_nats=gap,
+        is_near_tie=gap <= near_tie_nats,
+    )

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -24,7 +24,9 @@ from dflash_runtime.errors import CheckpointNotFound, RequestError, UnsupportedE
 if TYPE_CHECKING:
     import asyncio
 
-TEMPORARY = (429, 500, 502, 503, 504)
+WAITED_TOO_LONG = (408, 504, 524)
+"""Statuses of a proxy or server that has waited to its own limit of time."""
+TEMPORARY = (429, 500, 502, 503, *WAITED_TOO_LONG)
 FULL = (429, 503)
 """Statuses of a server with too many requests."""
 REDIRECTED = 300
@@ -265,10 +267,10 @@ def _reason(response: Answer) -> str:
     return f": {' '.join(text.split())[:160]}" if isinstance(text, str) else ""
 
 
-def refused_status(message: str) -> int | None:
-    """The status of an answer, in an error's words, that a server with too many requests gives; None for others."""
+def told_status(message: str, among: Collection[int]) -> int | None:
+    """The status of an answer in an error's words; None unless it is one of these."""
     found = re.search(r"\banswered (\d{3})\b", message)
-    return status if found and (status := int(found[1])) in FULL else None
+    return status if found and (status := int(found[1])) in among else None
 
 
 def base_url(url: str) -> str:

@@ -4,6 +4,7 @@ Each engine is one file in `servers/` with a class decorated `@SERVERS.register(
 """
 
 import copy
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class Variant:
 
     is_plain         drafts nothing, if the server `can_switch_off`, or `can_answer_plainly` without a schema
     uses_cache       reads the prefix cache, also on a server that needs a field for it
+    is_fresh         reads nothing from the prefix cache, by a field that a server may ignore
     leaves_defaults  names no penalty, so that the server's own sampling settings apply
     json_schema      the answer is an instance of this schema
     decoding         `likeliest` asks for the likeliest tokens without a temperature of 0; `flat` asks for tokens at a
@@ -48,12 +50,18 @@ class Variant:
 
     is_plain: bool = False
     uses_cache: bool = False
+    is_fresh: bool = False
     leaves_defaults: bool = False
     json_schema: Mapping[str, Any] | None = None
     decoding: Decoding = "asked"
 
 
 MEASURED = Variant()
+
+
+def new_salt() -> str:
+    """A name that no other request has, so that a prefix cache that is kept by names holds nothing for it."""
+    return secrets.token_hex(16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

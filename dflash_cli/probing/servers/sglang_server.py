@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from dflash_cli.probing.served.served_answer import ServedAnswer, ServedSteps, as_id, ids_of
 from dflash_cli.probing.served.told_logprobs import ToldLogprobs
-from dflash_cli.probing.servers.inference_server import MEASURED, SERVERS, Asked, InferenceServer, Variant
+from dflash_cli.probing.servers.inference_server import MEASURED, SERVERS, Asked, InferenceServer, Variant, new_salt
 from dflash_cli.probing.servers.server_facts import ServerFacts
 from dflash_cli.probing.servers.shown_settings import adapters_of, lossy_settings, own_penalties, parent_of
 from dflash_runtime.json_values import is_int
@@ -109,7 +109,8 @@ class SglangServer(InferenceServer):
             sampling["sampling_seed"] = asked.seed
         if variant.json_schema is not None:
             sampling["json_schema"] = json.dumps(variant.json_schema)
-        return {"input_ids": list(prompt_ids), "sampling_params": sampling, **self._adapter_fields()}
+        fresh = {"extra_key": new_salt()} if variant.is_fresh else {}
+        return {"input_ids": list(prompt_ids), "sampling_params": sampling, **fresh, **self._adapter_fields()}
 
     def _adapter_fields(self) -> Mapping[str, str]:
         """The field that names an adapter, because requests of token ids cannot name a model."""
@@ -126,8 +127,10 @@ class SglangServer(InferenceServer):
         return self.post(GENERATE, body, _read_logprobs)
 
     def score(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> list[dict[int, float]]:
+        # Without a key of its own the request would read the prompt from the prefix cache, which may be at fault.
         body = {
             "input_ids": [*prompt_ids, *answer_ids],
+            "extra_key": new_salt(),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True,
             "logprob_start_len": max(0, len(prompt_ids) - 1),

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from dflash_cli.probing.served.served_answer import ServedAnswer, ServedSteps, as_id, ids_of, steps_of
 from dflash_cli.probing.served.told_logprobs import ToldLogprobs
-from dflash_cli.probing.servers.inference_server import MEASURED, SERVERS, Asked, InferenceServer, Variant
+from dflash_cli.probing.servers.inference_server import MEASURED, SERVERS, Asked, InferenceServer, Variant, new_salt
 from dflash_cli.probing.servers.server_facts import ServerFacts
 from dflash_cli.probing.servers.shown_settings import adapters_of, lossy_settings, parent_of
 from dflash_runtime.json_values import as_index, as_object
@@ -95,6 +95,8 @@ class VllmServer(InferenceServer):
             "return_token_ids": True,
             **sampling,
         } | ({"seed": asked.seed} if sampling["temperature"] else {})
+        if variant.is_fresh:
+            body["cache_salt"] = new_salt()
         if variant.json_schema is not None:
             schema = {"name": "answer", "schema": variant.json_schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}

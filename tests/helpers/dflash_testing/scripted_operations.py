@@ -76,11 +76,12 @@ class Named(Script):
 
 @dataclass
 class Failing(Script):
-    """Some requests get no answer. The engine starts anew after each, or the server `recovers` after the first."""
+    """Some requests get a `status` and no answer. The engine starts anew after each, or the server `recovers` then."""
 
     fails: Callable[[str, Mapping[str, Any]], bool] = wants_grammar
     restarts: bool = False
     recovers: bool = False
+    status: int = 500
     num_failed: int = 0
 
     def early_answer(self, path: str, body: Mapping[str, Any]) -> Any | None:
@@ -89,7 +90,7 @@ class Failing(Script):
         self.num_failed += 1
         if self.restarts:
             self.reset()
-        raise ServerUnreachable("answered 500, after 4 tries", id="no-answer", path=f"http://scripted{path}")
+        raise ServerUnreachable(f"answered {self.status}, after 4 tries", id="no-answer", path=f"http://scripted{path}")
 
 
 @dataclass

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.probing.served.chat_answers import read_streamed_call
+from dflash_cli.probing.served.chat_answers import read_streamed_call, verb_of_stream
 from dflash_cli.probing.served.chat_protocol import stream_faults, whole_faults
 
 CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -104,3 +104,10 @@ def test_an_answer_that_is_no_stream_is_not_cut() -> None:
     assert not read_streamed_call('{"choices": []}').is_cut
     with pytest.raises(ValueError, match="Unterminated"):
         read_streamed_call('data: {"choices\n\n')
+
+
+@pytest.mark.parametrize(
+    ("streamed", "verb"), [("abcef", "loses"), ("abcdefef", "doubles"), ("abcdefx", "changes"), ("abdcef", "changes")]
+)
+def test_a_stream_loses_doubles_or_changes_text(streamed: str, verb: str) -> None:
+    assert verb_of_stream("abcdef", streamed) == verb

@@ -19,7 +19,7 @@ from dflash_testing.fake_engines import FakeEngine, Text
 from dflash_testing.refusals import refuses
 from dflash_testing.scripted_faults import Telling
 from dflash_testing.scripted_operations import Told
-from dflash_testing.scripted_servers import L, S, Script, ScriptedClient, named, probe_script
+from dflash_testing.scripted_servers import L, S, Script, ScriptedClient, V, named, probe_script
 from dflash_testing.server_forms import METRICS
 
 PLAIN, FIVE = Variant(is_plain=True), Asked(max_new_tokens=5)
@@ -149,3 +149,13 @@ def test_counters_of_sglang_are_absent_until_they_rise_and_are_added_up_over_lab
     counters = read_metrics(STREAMED_AND_WHOLE, names, "").counters
     assert counters is not None
     assert (counters.num_requests, counters.num_cached_tokens) == (3, 48)
+
+
+@pytest.mark.parametrize(("style", "name"), [(V, "cache_salt"), (S, "extra_key")], ids=["vllm", "sglang"])
+def test_a_fresh_request_has_a_name_of_its_own_for_the_prefix_cache(style: dict[str, Any], name: str) -> None:
+    server, client = opened(Script(**style))
+    for variant in (Variant(is_fresh=True), Variant(is_fresh=True), MEASURED):
+        server.answer((7, 8), FIVE, variant)
+    first, second, measured = (body.get(name) for _, body in client.bodies)
+    assert len({first, second, measured}) == 3
+    assert measured is None
