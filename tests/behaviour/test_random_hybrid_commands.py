@@ -63,7 +63,7 @@ def test_tune_chooses_and_rounds(pair: Path) -> None:
 
 
 def test_bench_times_plain_and_drafting_steps(pair: Path) -> None:
-    found = run(pair, "bench", "-n", 20, "--num-prompts", 1, "--concurrency", 1, "--rounds", 2)
+    found = run(pair, "bench", "-n", 10, "--num-prompts", 1, "--concurrency", 1, "--rounds", 1)
     assert [item["batch"] for item in found["batches"]] == [1]
 
 

@@ -55,7 +55,7 @@ def test_the_interval_covers_as_often_as_it_says_everywhere(name: str, num_turns
 
 @pytest.mark.parametrize("name", ["bimodal", pytest.param("categories", marks=pytest.mark.slow)])
 def test_the_interval_of_a_position_covers_as_often_as_it_says(name: str) -> None:
-    options = argparse.Namespace(replications=2000, bootstrap=1000)
+    options = argparse.Namespace(replications=1000, bootstrap=1000)
     for covered in coverage.measure_positions(options, name, MIN_FOR_INTERVAL):
         assert 93 <= covered <= 97
 
