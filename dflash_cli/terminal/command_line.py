@@ -221,7 +221,8 @@ def parameters_of_command(name: str) -> tuple[Parameter, ...]:
 def load_command(name: str, entry: Entry, defaults: Mapping[str, tuple[Any, str]] | None = None) -> RequestCommand:
     """Import a command's module and make the command that Typer runs. `defaults` are as in `with_defaults`."""
     function = _function(name)
-    return _make_command(name, entry, function, with_defaults(request_class(function), defaults or {}))
+    kind = with_defaults(request_class(function), defaults or {})
+    return _make_command(name, entry, function, kind)  # type: ignore[arg-type]  # mypy takes a class for unhashable
 
 
 @lru_cache(maxsize=64)
