@@ -69,7 +69,7 @@ FAMILIES: dict[str, tuple[str, Json]] = {
 """Name -> model type, and the keys of its config beyond the helper's."""
 
 COVERED = ("qwen2", "qwen3_moe", "gemma4", "qwen3_5")
-"""Families whose parts other families have too: biases, experts, unlike layers, recurrent layers."""
+"""Families without a part of their own. Other families have biases, experts, unlike and recurrent layers too."""
 
 
 @pytest.fixture(scope="module")
