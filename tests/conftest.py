@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Generator
 
 import pytest
 
@@ -57,7 +58,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Exclude imported modules and collected tests from garbage collection: they stay until the end."""
-    gc.collect()
-    gc.freeze()
+    _freeze()
     gc.set_threshold(20_000, 20, 20)  # tests make many objects and few cycles
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Exclude objects that outlive a file of tests from garbage collection, which takes seconds for all of them."""
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze()
+    return result
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()

@@ -18,6 +18,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
+from functools import lru_cache
 from importlib import import_module
 from typing import Annotated, Any, get_type_hints
 
@@ -221,6 +222,11 @@ def load_command(name: str, entry: Entry, defaults: Mapping[str, tuple[Any, str]
     """Import a command's module and make the command that Typer runs. `defaults` are as in `with_defaults`."""
     function = _function(name)
     kind = with_defaults(request_class(function), defaults or {})
+    return _make_command(name, entry, function, kind)  # type: ignore[arg-type]  # mypy takes a class for unhashable
+
+
+@lru_cache(maxsize=64)
+def _make_command(name: str, entry: Entry, function: Callable[..., None], kind: type[Request]) -> RequestCommand:
     app = _plain_app(add_completion=False)
     app.command(name, cls=RequestCommand, help=kind.__doc__, short_help=entry.summary)(_callback(entry, function, kind))
     command = typer.main.get_command(app)

@@ -103,7 +103,7 @@ def test_a_prompt_continues_after_any_of_its_rows(tmp_path: Path, loop: str) -> 
     llm.engine.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_rows_in_the_prefix_cache_are_not_loaded(tmp_path: Path, loop: str) -> None:
     """The prefix cache may hold more rows than arrive, or fewer."""
     lengths = [1, 15, 16, 17, 32, 33]

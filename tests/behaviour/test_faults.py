@@ -28,6 +28,9 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "Ctrl-C": KeyboardInterrupt,
     "value": lambda: ValueError("Overflow when unpacking long long"),
 }
+LIKE_OTHERS = ("schedule", "submit")
+"""Places where memory runs out in slow tests only. One method handles the errors of every place."""
+
 SAMPLE = {
     "memory": ((1, True), (2, False), (3, True), (9, False)),
     "Ctrl-C": ((1, True), (9, False)),
@@ -134,8 +137,14 @@ def check_fault(place: str, nth: int, kind: str, *, is_late: bool, **engine: Any
     return True
 
 
-@pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        pytest.param(place, kind, marks=pytest.mark.slow if kind == "memory" and place in LIKE_OTHERS else ())
+        for place in PLACES
+        for kind in ERRORS
+    ],
+)
 def test_after_a_failed_step_the_same_engine_gives_the_right_text(place: str, kind: str) -> None:
     """A sample of the calls: the first ones, in which prompts are begun, and one that decodes."""
     for nth, is_late in SAMPLE[kind]:

@@ -6,7 +6,8 @@ faults for any time, and continues where it stopped.
 
 import json
 import resource
-import subprocess
+import runpy
+import signal
 import sys
 import time
 from pathlib import Path
@@ -79,14 +80,20 @@ def test_a_bug_is_reported_by_its_code_line(tmp_path: Path, monkeypatch: pytest.
     assert line.startswith("KeyError: 'a bug' (test_fuzz.py:")
 
 
-def test_the_script_continues_where_it_stopped(tmp_path: Path) -> None:
+def test_the_script_continues_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("jsonschema")  # each printed document is compared with its schema
     state = tmp_path / "state.json"
-    command = [sys.executable, str(ROOT / "scripts" / "fuzz"), "--state", str(state), "--seed", "3", "--chunk", "2"]
+    script = str(ROOT / "scripts" / "fuzz")
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
     for count, end in ((2, 2), (1, 3)):
-        done = subprocess.run([*command, "--count", str(count)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        arguments = ["--state", str(state), "--seed", "3", "--chunk", "2", "--count", str(count)]
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(script, run_name="__main__")
+        assert not ended.value.code
         found = json.loads(state.read_text())
         assert (found["seed"], found["next"], found["broken"]) == (3, end, {})
         assert 2 * end <= sum(found["outcomes"].values()) <= 3 * end  # a spoiled target also runs
-        assert f"{end} checkpoints" in done.stdout
+        assert f"{end} checkpoints" in capsys.readouterr().out

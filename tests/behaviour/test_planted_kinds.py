@@ -30,8 +30,9 @@ KINDS = {kind.name: kind for kind in kinds()}
     ("name", "strength", "factor"),
     [
         ("windows lost", "strong", "window"),
-        ("first tap elsewhere", "strong", "taps"),
-        ("short block", "strong", "block"),
+        # By default test_diagnose.py has other taps, and the next test a short block.
+        pytest.param("first tap elsewhere", "strong", "taps", marks=pytest.mark.slow),
+        pytest.param("short block", "strong", "block", marks=pytest.mark.slow),
         pytest.param("linear rope scaling", "strong", "rope", marks=pytest.mark.slow),
         pytest.param("mask of another id", "strong", "mask", marks=pytest.mark.slow),
         pytest.param("v_proj by columns", "mild", "weights", marks=pytest.mark.slow),

@@ -41,8 +41,14 @@ def write_map(path: Path, on_disk: tuple[str, ...] = (), **changes: Any) -> str:
 
 
 @needs_accelerate
-@pytest.mark.parametrize("on_disk", READ_IN_STEPS)
-@pytest.mark.parametrize("kind", ["gemma3_text", "llama"])
+@pytest.mark.parametrize(
+    ("kind", "on_disk"),
+    [
+        *(("gemma3_text", on_disk) for on_disk in READ_IN_STEPS),
+        ("llama", "all"),
+        *(pytest.param("llama", on_disk, marks=pytest.mark.slow) for on_disk in READ_IN_STEPS if on_disk != "all"),
+    ],
+)
 def test_a_spread_target_generates_transformers_text(kind: str, on_disk: str, tmp_path: Path) -> None:
     model = make_model(tmp_path, kind)
     config = EngineConfig(

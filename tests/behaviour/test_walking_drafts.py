@@ -54,10 +54,7 @@ def trace_of(kind: str, num_drafts: int, **changes: Any) -> tuple[list[int], lis
 
 @pytest.mark.parametrize(
     ("kind", "mask"),
-    [
-        pytest.param(*case, marks=() if case[1] in ("mixed", "causal") else pytest.mark.slow)
-        for case in product(KINDS, MASKS)
-    ],
+    [pytest.param(*case, marks=() if case[1] == "mixed" else pytest.mark.slow) for case in product(KINDS, MASKS)],
 )
 def test_a_trace_equals_the_plain_loop_under_every_mask(kind: str, mask: str) -> None:
     draft = draft_model(kind, **mask_of(kind, mask))
@@ -68,7 +65,7 @@ def test_a_trace_equals_the_plain_loop_under_every_mask(kind: str, mask: str) ->
     assert any(accepted for _, accepted in steps)
 
 
-@pytest.mark.parametrize("num_drafts", [1, 5, 11, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 8))])
+@pytest.mark.parametrize("num_drafts", [1, 11, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 5, 8))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trace_equals_the_plain_loop_with_other_block_lengths(kind: str, num_drafts: int) -> None:
     """Fewer or more draft tokens than the draft was trained for."""
@@ -80,7 +77,7 @@ def test_a_trace_equals_the_plain_loop_with_other_block_lengths(kind: str, num_d
 def test_confidences_do_not_depend_on_the_mode(kind: str) -> None:
     """In batches, chunks and steps of changing widths, sampled or not, the confidences of a block stay the same."""
     prompts = [prompt[:length] for prompt, length in zip(bundled_prompts(), (5, 17, 33), strict=False)]
-    params = [SamplingParams(max_new_tokens=14, temperature=temperature, seed=1) for temperature in (0.0, 0.9, 0.0)]
+    params = [SamplingParams(max_new_tokens=9, temperature=temperature, seed=1) for temperature in (0.0, 0.9, 0.0)]
     draft = draft_model(kind, torch.float64)
     settings: dict[str, Any] = {"dtype": torch.float64, "draft_sampling": "probabilistic"}
     alone = bundled_llm(draft, 7, **settings).generate(prompts, params)
@@ -163,9 +160,9 @@ def test_a_stop_inside_a_block_cuts_the_text(kind: str) -> None:
     """Every token of a text as a stop token, in one batch, also where it is an accepted draft token."""
     draft = draft_model(kind, torch.float64)
     plain = bundled_llm(None, 0, dtype=torch.float64).generate([PROMPT], PARAMS)[0].token_ids
-    params = [SamplingParams(max_new_tokens=NUM_TOKENS, stop_token_ids=(token,)) for token in plain[:16]]
+    params = [SamplingParams(max_new_tokens=NUM_TOKENS, stop_token_ids=(token,)) for token in plain[:10]]
     outputs = bundled_llm(draft, 7, dtype=torch.float64, max_num_requests=8).generate([PROMPT] * len(params), params)
-    assert [output.token_ids for output in outputs] == [plain[: plain.index(token) + 1] for token in plain[:16]]
+    assert [output.token_ids for output in outputs] == [plain[: plain.index(token) + 1] for token in plain[:10]]
     assert any(output.committed_lengths[-1] < output.acceptance_lengths[-1] for output in outputs if output.drafts)
 
 

@@ -128,7 +128,8 @@ def test_a_text_and_its_trace_do_not_depend_on_the_widths_of_batch_mates(
 
 
 @pytest.mark.parametrize(
-    ("name", "scheduling", "sampling"), [("tiny", "sync", {}), ("tiny", "async", SAMPLED), (HYBRID, "async", {})],
+    ("name", "scheduling", "sampling"),
+    [pytest.param("tiny", "sync", {}, marks=pytest.mark.slow), ("tiny", "async", SAMPLED), (HYBRID, "async", {})],
     ids=str,
 )  # fmt: skip
 def test_another_width_in_every_step_gives_the_text_of_plain_decoding(
@@ -200,7 +201,7 @@ def made_up(row_ms: float) -> StepTimes:
 
 @pytest.mark.parametrize(
     ("name", "scheduling", "sampling"),
-    [pytest.param("tiny", "sync", {}, marks=pytest.mark.slow), ("tiny", "async", SAMPLED),
+    [*(pytest.param("tiny", *case, marks=pytest.mark.slow) for case in (("sync", {}), ("async", SAMPLED))),
      ("dflash2", "async", SAMPLED), ("dspark", "async", {}), ("anchor-first", "sync", {}), (HYBRID, "async", {})],
     ids=str,
 )  # fmt: skip

@@ -149,12 +149,10 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
 def test_refusals_come_before_torch(tmp_path: Path) -> None:
     """One process without torch and Ray. A command that imports torch ends in another error than the expected one.
 
-    No command says that it loads a pair, because nothing is loaded. The process builds the options of a command once.
+    No command says that it loads a pair, because nothing is loaded.
     """
     script = "\n".join([
         "import json, sys, time", "sys.modules |= dict.fromkeys(('torch', 'ray'))", "from dflash_cli.main import main",
-        "from dflash_cli.terminal import command_line", "build, built = command_line.load_command, {}",
-        "command_line.load_command = lambda *given: built.get(given[0]) or built.setdefault(given[0], build(*given))",
         "for arguments in json.loads(sys.argv[1]):", "    sys.argv = ['dflash', *arguments]",
         "    started = time.process_time()", "    try: main()", "    except SystemExit as end:",
         "        print(json.dumps([arguments, end.code, time.process_time() - started]))",

@@ -145,15 +145,23 @@ def _levels(pieces: "torch.Tensor") -> int:
     """
     import torch
 
+    # A piece with more levels than MOST_LEVELS and zero is telling. Usually this check decides, in a third of the time.
+    first = _count_levels(pieces[:FIRST_PIECES, :FIRST_COLUMNS])
+    if int((first > MOST_LEVELS + 1).sum()) >= _num_most(len(pieces)):
+        return MOST_LEVELS + 1
     is_telling = (pieces > 0).sum(dim=1) > MOST_LEVELS
     num_telling = int(is_telling.sum())
     if not num_telling:
         return 0
-    few = pieces[:FIRST_PIECES, :FIRST_COLUMNS][is_telling[:FIRST_PIECES]]
-    if int((_count_levels(few) > MOST_LEVELS).sum()) >= num_telling - int(GRID_SHARE * (num_telling - 1)):
+    if int((first > MOST_LEVELS)[is_telling[:FIRST_PIECES]].sum()) >= _num_most(num_telling):
         return MOST_LEVELS + 1
     counts = _count_levels(pieces[is_telling])
     return int(torch.quantile(counts.float(), GRID_SHARE, interpolation="higher"))
+
+
+def _num_most(num_pieces: int) -> int:
+    """How many pieces with more levels outvote the others."""
+    return num_pieces - int(GRID_SHARE * (num_pieces - 1))
 
 
 def _count_levels(pieces: "torch.Tensor") -> "torch.Tensor":

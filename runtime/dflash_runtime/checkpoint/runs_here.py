@@ -220,11 +220,17 @@ def native_families() -> dict[str, bool]:
     Their files are searched instead of imported, because they import torch.
     """
     found: dict[str, bool] = {}
-    for file in (file for folder in import_module(FAMILIES).__path__ for file in Path(folder).glob("*.py")):
-        text = file.read_text(encoding="utf-8")
-        names = re.findall(r'^@TARGETS\.register\("([^"]+)"\)', text, re.MULTILINE)
-        found |= dict.fromkeys(names, "def read_config(" in text)
+    for folder in import_module(FAMILIES).__path__:
+        for file in Path(folder).glob("*.py"):
+            found |= _families_of(file)
     return found
+
+
+@cache
+def _families_of(file: Path) -> Mapping[str, bool]:
+    text = file.read_text(encoding="utf-8")
+    names = re.findall(r'^@TARGETS\.register\("([^"]+)"\)', text, re.MULTILINE)
+    return dict.fromkeys(names, "def read_config(" in text)
 
 
 def release_note() -> Notice | None:

@@ -41,8 +41,8 @@ def scaled(parts: tuple[str, ...], factor: float, where: Where, config: DraftCon
         ("tiny", 3.0, None),
         ("tiny", 3.0, 1),
         ("tiny", -1.0, None),
-        ("tiny", -1.0, 1),
-        ("tiny:dspark", 3.0, None),
+        pytest.param("tiny", -1.0, 1, marks=pytest.mark.slow),
+        pytest.param("tiny:dspark", 3.0, None, marks=pytest.mark.slow),
         ("tiny:dflash2", 3.0, None),
     ],
 )

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -84,20 +85,19 @@ def fault(compilation: Callable[[], Any], *, makes_code: bool, is_light: bool) -
 
 @contextmanager
 def without_machine_code() -> Iterator[None]:
-    """Replace Triton's last two stages, which take half of the time, by stages that make nothing.
+    """Make LLVM's code without its optimisations, and nothing in Triton's last two stages. Both take half of the time.
 
-    Triton caches their results, so the process needs a cache of its own.
+    Triton caches the results, so the process needs a cache of its own.
     """
-    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.backends.nvidia import compiler
 
-    stages = {name: getattr(CUDABackend, name) for name in ("make_ptx", "make_cubin")}
-    CUDABackend.make_ptx = lambda self, src, metadata, *options: metadata.update(name="unnamed") or ""
-    CUDABackend.make_cubin = lambda self, src, metadata, *options: b""
-    try:
+    backend = compiler.CUDABackend
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("link_extern_libs", "optimize_module"):
+            patch.setattr(compiler.llvm, name, lambda *given: None)
+        patch.setattr(backend, "make_ptx", lambda self, src, metadata, *options: metadata.update(name="unnamed") or "")
+        patch.setattr(backend, "make_cubin", lambda self, src, metadata, *options: b"")
         yield
-    finally:
-        for name, stage in stages.items():
-            setattr(CUDABackend, name, stage)
 
 
 def too_heavy(built: Any) -> str | None:

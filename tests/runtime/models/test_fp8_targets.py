@@ -85,7 +85,7 @@ def test_matrices_stay_in_fp8_in_memory(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "engine",
     [
-        {"scheduling": "async", "max_num_requests": 5},
+        pytest.param({"scheduling": "async", "max_num_requests": 5}, marks=pytest.mark.slow),
         {"scheduling": "sync", "max_num_requests": 2, "max_batched_tokens": 16},
         {"scheduling": "async", "max_num_requests": 5, "max_batched_tokens": 17, "prefix_cache": False},
     ],

@@ -96,8 +96,14 @@ class TestTrial:
         assert slow.id == "slow-target"
         assert [(item.id, item.field) for item in others] == ([] if reason is None else [reason])
 
-    @pytest.mark.parametrize("kind", OWN_CACHE_DEFAULT)
-    @pytest.mark.parametrize("is_mixed", [False, True])
+    @pytest.mark.parametrize(
+        ("kind", "is_mixed"),
+        [
+            pytest.param(kind, is_mixed, marks=pytest.mark.slow if is_mixed and kind != OWN_CACHE_DEFAULT[0] else ())
+            for kind in OWN_CACHE_DEFAULT
+            for is_mixed in (False, True)
+        ],
+    )
     def test_rows_that_differ_from_texts_alone_share_no_cache(
         self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_mixed: bool
     ) -> None:

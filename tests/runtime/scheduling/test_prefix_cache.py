@@ -95,13 +95,13 @@ def test_without_a_cache_nothing_is_found() -> None:
 @pytest.mark.parametrize(
     ("scheduling", "name"),
     [
-        ("async", "tiny:reduced"),
         ("async", "dflash2"),
         ("async", "dspark"),
         pytest.param("async", "anchor-first", marks=pytest.mark.slow),
         pytest.param("sync", "tiny", marks=pytest.mark.slow),
         pytest.param("sync", "tiny:reduced", marks=pytest.mark.slow),
         pytest.param("async", "tiny", marks=pytest.mark.slow),
+        pytest.param("async", "tiny:reduced", marks=pytest.mark.slow),
     ],
 )
 def test_a_hit_accepts_what_a_full_prefill_accepts(name: str, scheduling: str) -> None:
