@@ -197,7 +197,8 @@ class InferenceServer(ABC):
             answer = self.read(lambda _: read_streamed_call(text), None, CHAT)
         else:
             answer = self.post(CHAT, body, read_call)
-        self.chats.append(AnsweredChat(repr((messages, stop)), is_streamed, answer))
+        name = None if tool is None else tool["function"]["name"]
+        self.chats.append(AnsweredChat(repr((messages, stop)), is_streamed, answer, stop, name))
         return answer
 
     def counters(self) -> ServerCounters | None:
