@@ -6,7 +6,8 @@ request ends may lack its content for good reasons, so such answers are not judg
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.served.chat_answers import AnsweredChat
@@ -14,7 +15,7 @@ from dflash_runtime.phrases import shorten
 
 BY_ITSELF = ("stop", "tool_calls")
 MIN_LOST, MOST = 2, 0.5
-"""Lost answers that are a fault, and their share among the chats of a kind that end by themselves."""
+"""Lost answers that are a fault, and their share among the chats of one form that end by themselves."""
 MIN_LETTERS, MIN_TOKENS = 16, 8
 """A chat has an answer if one of its forms has this many letters or tokens."""
 MARKS = re.compile(r"</?[^<>\s]{1,40}>")
@@ -23,10 +24,10 @@ MARKS = re.compile(r"</?[^<>\s]{1,40}>")
 
 def find_lost_answers(chats: Sequence[AnsweredChat]) -> list[ServedFinding]:
     """A finding if several chats have lost their answer: an error, with the place of the text if it is known."""
-    lost = [item for has_tool in (False, True) for item in _lost([c for c in chats if bool(c.tool) is has_tool])]
-    if len(lost) < MIN_LOST:
+    ended = [item for item in chats if item.answer.finish_reason in BY_ITSELF and item.stop is None]
+    lost = [item for item in ended if _is_lost(item, chats)]
+    if _num_typical(ended, lost) < MIN_LOST:
         return []
-    ended = [item for item in chats if _ends_by_itself(item)]
     kinds = {
         "chats without a tool": [item for item in ended if not item.tool],
         "answers to required tool calls": [item for item in ended if item.tool],
@@ -58,16 +59,10 @@ STREAMED = (
 )
 
 
-def _lost(chats: Sequence[AnsweredChat]) -> Iterator[AnsweredChat]:
-    """The lost answers among chats of one kind, if they are a large share of the chats that end by themselves."""
-    ended = [item for item in chats if _ends_by_itself(item)]
-    found = [item for item in ended if _is_lost(item, chats)]
-    if len(found) >= MOST * len(ended):
-        yield from found
-
-
-def _ends_by_itself(item: AnsweredChat) -> bool:
-    return item.answer.finish_reason in BY_ITSELF and item.stop is None
+def _num_typical(ended: Sequence[AnsweredChat], lost: Sequence[AnsweredChat]) -> int:
+    """Lost answers of the forms whose answers are mostly lost: with a tool or without, streamed or in one piece."""
+    every, own = (Counter((bool(item.tool), item.is_streamed) for item in items) for items in (ended, lost))
+    return sum(number for form, number in own.items() if number >= MOST * every[form])
 
 
 def _is_lost(item: AnsweredChat, chats: Sequence[AnsweredChat]) -> bool:

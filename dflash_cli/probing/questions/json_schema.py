@@ -11,6 +11,7 @@ from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.served.empty_tail import empty_tail
 from dflash_cli.probing.servers.inference_server import Variant
 from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import plural, shorten
 
 ANSWER_LEN = 160
@@ -143,6 +144,9 @@ def _broken(
         False: "without drafts the answers do not fit either: the draft is not the reason",
     }[is_draft]
     is_other = len(places) == len(found) and not is_draft and all(map(_has_other_keys, broken))
+    if is_other and is_draft is None and _fits_by_own_field(session, [prompts[place] for place in places]):
+        follows = f"the same drafts answer by the schema in the field {session.server.schema_field}: the draft is not "
+        follows += "the reason"
     yield ServedFinding(
         id="structured-output-broken",
         severity="error" if is_draft else "warning",
@@ -151,6 +155,18 @@ def _broken(
         next=f"{LOOK_BEFORE if is_other else ''}start the server without the draft and ask the same; report it to the "
         "engine",
     )
+
+
+def _fits_by_own_field(session: QuestionSession, prompts: Sequence[Sequence[int]]) -> bool:
+    """Whether the answers fit, and are drafted, if the engine's own field gives the schema."""
+    if session.server.schema_field is None:
+        return False
+    variant = Variant(json_schema=SCHEMA, by_own_field=True)
+    try:
+        found = [session.ask(prompt_ids, ANSWER_LEN, variant) for prompt_ids in prompts]
+    except RequestError:
+        return False
+    return all(_is_valid(item) and item.num_steps for item in found)
 
 
 def _has_other_keys(item: CountedAnswer) -> bool:
