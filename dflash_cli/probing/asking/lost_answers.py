@@ -19,11 +19,11 @@ MIN_LOST, MOST = 2, 0.5
 MIN_LETTERS, MIN_TOKENS = 16, 8
 """A chat has an answer if one of its forms has this many letters or tokens."""
 MARKS = re.compile(r"</?[^<>\s]{1,40}>")
-"""Marks of templates, which are no content."""
+"""Marks of templates, which do not count as content."""
 
 
 def find_lost_answers(chats: Sequence[AnsweredChat]) -> list[ServedFinding]:
-    """A finding if several chats have lost their answer: an error, with the place of the text if it is known."""
+    """A finding if several chats have lost their answer: an error, which says whether the reasoning has the text."""
     ended = [item for item in chats if item.answer.finish_reason in BY_ITSELF and item.stop is None]
     lost = [item for item in ended if _is_lost(item, chats)]
     if _num_typical(ended, lost) < MIN_LOST:
@@ -60,7 +60,7 @@ STREAMED = (
 
 
 def _num_typical(ended: Sequence[AnsweredChat], lost: Sequence[AnsweredChat]) -> int:
-    """Lost answers of the forms whose answers are mostly lost: with a tool or without, streamed or in one piece."""
+    """Lost answers of each form that loses most answers: with a tool or without, streamed or in one piece."""
     every, own = (Counter((bool(item.tool), item.is_streamed) for item in items) for items in (ended, lost))
     return sum(number for form, number in own.items() if number >= MOST * every[form])
 

@@ -25,8 +25,8 @@ CANNOT_GO_BACK = (
     "window without checkpoints"
 )
 KEEP_STATES = (
-    "raise --ctx-checkpoints, or give --swa-full for a sliding window (llama.cpp, whose log names each full "
-    "re-processing of a prompt with -lv 4); then "
+    "raise --ctx-checkpoints, or give --swa-full for a sliding window (llama.cpp; with -lv 4 its log names "
+    "each full re-processing of a prompt); then "
 )
 NUM_RETRIES = 3
 """The probe asks an uncached prompt again this often, because one of several servers may have answered."""
@@ -89,8 +89,9 @@ def _repeat(session: QuestionSession, prompt_ids: tuple[int, ...]) -> Repeat:
     if warm.num_cached == 0 and warm.served.token_ids == cold.served.token_ids:
         return _compared(session, prompt_ids, cold, warm, None)
     again = session.ask(prompt_ids, ANSWER_LEN, CACHED)
-    pairs = [_compared(session, prompt_ids, cold, *pair) for pair in ((warm, again), (again, warm))]
-    return max(pairs, key=lambda item: (item.is_unlike, not item.is_same))
+    pairs = {pair[0].served.token_ids: pair for pair in ((again, warm), (warm, again))}
+    found = [_compared(session, prompt_ids, cold, *pair) for pair in pairs.values()]
+    return max(found, key=lambda item: (item.is_unlike, not item.is_same))
 
 
 def _compared(

@@ -61,7 +61,7 @@ class KeepsEnds(Script):
 
 @dataclass
 class AnyJson(Script):
-    """Answers by a schema have other keys: those of `response_format` alone, or all."""
+    """Answers by a schema have other keys, or only answers to a request with `response_format` do."""
 
     is_rewritten: bool = True
 
