@@ -10,6 +10,7 @@ from dflash_cli.comparing.measured_result import MeasuredResult, read_result
 from dflash_cli.generation.answers import Event
 from dflash_cli.generation.prompts import Conversation
 from dflash_cli.probing.asking.chat_findings import find_cut_streams
+from dflash_cli.probing.asking.lost_answers import find_lost_answers
 from dflash_cli.probing.asking.question import QuestionReport, QuestionSession
 from dflash_cli.probing.asking.question_round import ask_questions
 from dflash_cli.probing.counters.process_identity import NUM_LOOKS
@@ -161,7 +162,8 @@ def _ask_questions(
 def _findings(request: ProbePlan, evidence: Evidence, questions: Sequence[QuestionReport]) -> tuple[ServedFinding, ...]:
     """All findings that no other finding explains."""
     asked = [item for question in questions for item in question.findings]
-    found = [*find_all(evidence), *asked, *find_cut_streams(request.server.chats)]
+    chats = request.server.chats
+    found = [*find_all(evidence), *asked, *find_cut_streams(chats), *find_lost_answers(chats)]
     return sort_findings(drop_explained(found))
 
 

@@ -39,6 +39,7 @@ EXPLAINS: Mapping[str, set[str]] = {
         "second-turn-changes-answers", "second-turn-lowers-acceptance",
     },
     "prefix-cache-mostly-missed": {"second-turn-not-cached"},
+    "answers-in-reasoning": {"tool-call-stream-broken"},
     "chats-go-on": {"text-stream-broken", "stop-string-missed"},
     "acceptance-falls-with-time": {
         *LATER, "draft-fails-on-some-prompts", "repeat-lowers-acceptance", "acceptance-near-zero",

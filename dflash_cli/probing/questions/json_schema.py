@@ -11,6 +11,7 @@ from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.served.empty_tail import empty_tail
 from dflash_cli.probing.servers.inference_server import Variant
 from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import plural, shorten
 
 ANSWER_LEN = 160
@@ -33,6 +34,11 @@ TEXTS = (
 THOUGHT_END = "</think>"
 MARKS = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{1,20}\]|```|\x00")
 """Marks of templates, which a server may leave behind an answer."""
+ANY_JSON = (
+    "Each answer is a whole JSON object with other keys, as if the request asked for any JSON: a gateway or an option "
+    "that turns json_schema into json_object, or drops the schema, does so with and without a draft"
+)
+LOOK_BEFORE = "ask the engine at its own address, and look for such a rule in the gateway; if the keys stay, "
 
 
 @QUESTIONS.register("json-schema")
@@ -125,19 +131,48 @@ def _broken(
     if not places:
         return
     seen = f"{len(places)} of {plural(len(found), 'answer')} {_fault_of(found[places[0]].served.text)}"
-    is_draft = None
-    if session.server.can_switch_off:
+    broken, is_draft = [found[place] for place in places], None
+    if all(item.num_steps == 0 for item in broken):
+        is_draft = False
+    elif session.server.can_switch_off:
         variant = Variant(json_schema=SCHEMA, is_plain=True)
-        is_draft = all(_is_valid(session.ask(prompts[place], ANSWER_LEN, variant)) for place in places)
+        plain = [session.ask(prompts[place], ANSWER_LEN, variant) for place in places]
+        is_draft, broken = all(map(_is_valid, plain)), [*broken, *plain]
     follows = {
         None: "the server does not hold the schema; whether the draft is the reason is not known",
         True: "without drafts the same answers fit: drafting breaks structured output",
         False: "without drafts the answers do not fit either: the draft is not the reason",
-    }
+    }[is_draft]
+    is_other = len(places) == len(found) and not is_draft and all(map(_has_other_keys, broken))
+    if is_other and is_draft is None and _fits_by_own_field(session, [prompts[place] for place in places]):
+        follows = f"the same drafts answer by the schema in the field {session.server.schema_field}: the draft is not "
+        follows += "the reason"
     yield ServedFinding(
         id="structured-output-broken",
         severity="error" if is_draft else "warning",
         seen=seen,
-        follows=follows[is_draft],
-        next="start the server without the draft and ask the same; report it to the engine",
+        follows=f"{follows}. {ANY_JSON}" if is_other else follows,
+        next=f"{LOOK_BEFORE if is_other else ''}start the server without the draft and ask the same; report it to the "
+        "engine",
     )
+
+
+def _fits_by_own_field(session: QuestionSession, prompts: Sequence[Sequence[int]]) -> bool:
+    """Whether the answers fit, and are drafted, if the engine's own field gives the schema."""
+    if session.server.schema_field is None:
+        return False
+    variant = Variant(json_schema=SCHEMA, by_own_field=True)
+    try:
+        found = [session.ask(prompt_ids, ANSWER_LEN, variant) for prompt_ids in prompts]
+    except RequestError:
+        return False
+    return all(_is_valid(item) and item.num_steps for item in found)
+
+
+def _has_other_keys(item: CountedAnswer) -> bool:
+    """Whether a finished answer is a JSON object that lacks keys of the schema or has others."""
+    try:
+        value = loads(item.served.text.rpartition(THOUGHT_END)[2].strip().encode())
+    except ValueError:
+        return False
+    return isinstance(value, dict) and set(value) != set(SCHEMA["required"])

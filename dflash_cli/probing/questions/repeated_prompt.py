@@ -1,6 +1,7 @@
-"""Ask long prompts twice: is the prefix cache used, and are tokens and acceptance the same with it?
+"""Ask long prompts again: is the prefix cache used, and are tokens and acceptance the same with it?
 
-The first answer computes the prompt, the second one may read it from the cache.
+The first answer computes the prompt, the others may read it from the cache. A cache that is wrong at times shows it in
+several readings only. They cost little: where the server computes a prompt again, the prompt is asked twice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,13 +19,26 @@ LOWER, MIN_MORE_STEPS = 0.7, 10
 """A warm answer is slower if its length is below this share of the cold one, over this many steps more."""
 LITTLE = 0.25
 """Less than this share of each prompt in the cache is a fault. Whole blocks are more of a long prompt."""
+FOUND = "; a prompt that goes on from a prompt and its answer is found"
+CANNOT_GO_BACK = (
+    "the cache keeps the state after an answer and cannot go back, as for a recurrent or hybrid model or a sliding "
+    "window without checkpoints"
+)
+KEEP_STATES = (
+    "raise --ctx-checkpoints, or give --swa-full for a sliding window (llama.cpp; with -lv 4 its log names "
+    "each full re-processing of a prompt); then "
+)
 NUM_RETRIES = 3
 """The probe asks an uncached prompt again this often, because one of several servers may have answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
-    """A long prompt asked twice. `again` is a third answer, asked if the first two have different tokens."""
+    """A long prompt asked two or three times.
+
+    warm   a repeat. If a repeat has other tokens than the first answer, it is the one that is further off
+    again  the other repeat; None if the server computes prompts again and gives the same tokens
+    """
 
     prompt_ids: tuple[int, ...]
     cold: CountedAnswer
@@ -43,7 +57,7 @@ class Repeat:
 
     @property
     def stays(self) -> bool:
-        """Whether the third answer equals the second. Answers that end at once may do so by chance."""
+        """Whether both repeats have the same tokens. Answers that end at once may do so by chance."""
         is_same = self.again is not None and self.again.served.token_ids == self.warm.served.token_ids
         return is_same and not self.ends_at_once
 
@@ -58,8 +72,7 @@ def ask(session: QuestionSession) -> Outcome:
     """Findings about the prefix cache."""
     found, num_found = [], 0
     for prompt_ids in (item.token_ids for item in make_long_prompts(session, slice(NUM_PROMPTS))):
-        cold, warm = (session.ask(prompt_ids, ANSWER_LEN, CACHED) for _ in range(2))
-        found.append(_repeat(session, prompt_ids, cold, warm))
+        found.append(_repeat(session, prompt_ids))
     if _is_little(found):
         retries = [session.ask(found[0].prompt_ids, ANSWER_LEN, CACHED) for _ in range(NUM_RETRIES)]
         num_found = sum((item.num_cached or 0) >= LITTLE * len(found[0].prompt_ids) for item in retries)
@@ -71,14 +84,27 @@ def ask(session: QuestionSession) -> Outcome:
     return Outcome(seen=_figures(found), findings=findings)
 
 
-def _repeat(session: QuestionSession, prompt_ids: tuple[int, ...], cold: CountedAnswer, warm: CountedAnswer) -> Repeat:
+def _repeat(session: QuestionSession, prompt_ids: tuple[int, ...]) -> Repeat:
+    cold, warm = (session.ask(prompt_ids, ANSWER_LEN, CACHED) for _ in range(2))
+    if warm.num_cached == 0 and warm.served.token_ids == cold.served.token_ids:
+        return _compared(session, prompt_ids, cold, warm, None)
+    again = session.ask(prompt_ids, ANSWER_LEN, CACHED)
+    pairs = {pair[0].served.token_ids: pair for pair in ((again, warm), (warm, again))}
+    found = [_compared(session, prompt_ids, cold, *pair) for pair in pairs.values()]
+    return max(found, key=lambda item: (item.is_unlike, not item.is_same))
+
+
+def _compared(
+    session: QuestionSession,
+    prompt_ids: tuple[int, ...],
+    cold: CountedAnswer,
+    warm: CountedAnswer,
+    again: CountedAnswer | None,
+) -> Repeat:
     texts = [_text(prompt_ids, item) for item in (cold, warm)]
     asked = {"next_logprobs": session.likeliest, "near_tie_nats": session.near_tie_nats}
     equality = compare_texts({("", 0): texts[0]}, {("", 0): texts[1]}, names=("cold", "warm"), **asked)  # type: ignore[arg-type]
     difference = equality.differences[0] if equality.differences else None
-    again = None
-    if difference is not None and not difference.is_near_tie:
-        again = session.ask(prompt_ids, ANSWER_LEN, CACHED)
     return Repeat(
         prompt_ids=prompt_ids,
         cold=cold,
@@ -98,7 +124,7 @@ def _figures(found: Sequence[Repeat]) -> str:
     size = len(found[0].prompt_ids) if found else 0
     cached = _cached(found)
     parts = [
-        f"{plural(len(found), 'prompt')} of {size} tokens twice",
+        f"{plural(len(found), 'prompt')} of {size} tokens asked again",
         "cached tokens unknown" if cached is None else f"{cached} of {size * len(found)} tokens cached",
         f"{sum(item.is_same for item in found)} of {len(found)} the same",
     ]
@@ -125,14 +151,25 @@ def _cache_use(session: QuestionSession, found: Sequence[Repeat]) -> Iterator[Se
     facts, cached = session.facts, _cached(found)
     if found and _is_little(found) and facts.cache_block and facts.has_prefix_cache is not False:
         size, most = len(found[0].prompt_ids), max(item.warm.num_cached or 0 for item in found)
+        goes_on = _goes_on(session, found[-1])
         yield ServedFinding(
             id="prefix-cache-mostly-missed" if cached else "prefix-cache-unused",
             severity="warning",
             seen=f"at most {plural(most, 'cached token')} for each of {plural(len(found), 'prompt')} of {size} tokens, "
-            "each asked twice in a row",
-            follows="each request computes its whole prompt, or most of it; the reason is not visible from outside",
-            next="compare with a start without the draft; if the cache then works, report it to the engine",
+            "each asked twice in a row" + (FOUND if goes_on else ""),
+            follows="each request computes its whole prompt, or most of it; "
+            + (CANNOT_GO_BACK if goes_on else "the reason is not visible from outside"),
+            next=f"{KEEP_STATES if goes_on else ''}compare with a start without the draft; if the cache then works, "
+            "report it to the engine",
         )
+
+
+def _goes_on(session: QuestionSession, item: Repeat) -> bool:
+    """Whether a prompt that goes on from a prompt and its answer is found in the cache."""
+    turn_ids = (*item.prompt_ids, *item.warm.served.token_ids, *session.prompts[-1])
+    if session.facts.max_len is not None and len(turn_ids) + ANSWER_LEN > session.facts.max_len:
+        return False
+    return (session.ask(turn_ids, ANSWER_LEN, CACHED).num_cached or 0) >= LITTLE * len(item.prompt_ids)
 
 
 def _tokens(session: QuestionSession, found: Sequence[Repeat]) -> Iterator[ServedFinding]:
@@ -142,7 +179,7 @@ def _tokens(session: QuestionSession, found: Sequence[Repeat]) -> Iterator[Serve
     is_small = len(unlike) < 2 or (session.facts.is_quantised and len(gaps) == len(unlike))
     if max(gaps, default=0) < FAULT_NATS and is_small:
         return
-    seen = f"{len(unlike)} of {plural(len(found), 'long prompt')} got other tokens the second time"
+    seen = f"{len(unlike)} of {plural(len(found), 'long prompt')} got other tokens when asked again"
     seen += f", {', '.join(f'{gap:.2f}' for gap in gaps)} nats apart" if gaps else ""
     if all(item.stays and item.warm.num_cached for item in unlike):
         yield cache_finding(f"{seen}; a third answer equals the second", "")

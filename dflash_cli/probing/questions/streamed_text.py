@@ -116,8 +116,13 @@ def _plain(text: str) -> str:
 
 
 def _misplaced(whole: ServedToolCall, streamed: ServedToolCall) -> Iterator[ServedFinding]:
-    """Reasoning that only one of the answers has in its text. Reasoning that a limit cut is not judged in one piece."""
+    """Reasoning that only one of the answers has in its text. Reasoning that a limit cut is not judged in one piece.
+
+    An answer that ends by itself without a text has lost its text to the reasoning, so the other one is sound.
+    """
     sizes = [len(_plain(item.text)) for item in (whole, streamed)]
+    if not sizes[0] and whole.finish_reason == "stop":
+        return
     is_cut = not sizes[0] or not sizes[1] or "length" in (whole.finish_reason, streamed.finish_reason)
     if sizes[1] > sizes[0] or (sizes[1] < sizes[0] and not is_cut):
         where = ["in one piece", "streamed"]

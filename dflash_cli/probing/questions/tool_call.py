@@ -67,7 +67,7 @@ def ask(session: QuestionSession) -> Outcome:
             return Outcome(seen="the call does not end", findings=endless)
         raise NotJudged(f"no tool call within {ANSWER_LEN} tokens")
     calls, streams = [whole], [streamed]
-    is_odd = bool({"broken", "off schema"} & {state, streamed_state}) or (state, streamed_state) == ("whole", "absent")
+    is_odd = bool({"broken", "off schema"} & {state, streamed_state}) or {state, streamed_state} == {"whole", "absent"}
     if is_odd or streamed.is_cut:
         for is_streamed in MORE:
             (streams if is_streamed else calls).append(call(is_streamed=is_streamed).call)

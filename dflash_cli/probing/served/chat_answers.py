@@ -131,8 +131,14 @@ def _count(value: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredChat:
-    """An answer to a chat. `question` is the same for the same messages."""
+    """An answer to a chat. `question` is the same for the same messages.
+
+    stop  a string of the request that ends the answer
+    tool  the name of the tool that the answer must call
+    """
 
     question: str
     is_streamed: bool
     answer: ServedToolCall
+    stop: str | None = None
+    tool: str | None = None

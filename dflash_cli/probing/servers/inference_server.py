@@ -44,6 +44,7 @@ class Variant:
     is_fresh         reads nothing from the prefix cache, by a field that a server may ignore
     leaves_defaults  names no penalty, so that the server's own sampling settings apply
     json_schema      the answer is an instance of this schema
+    by_own_field     gives the schema in the engine's own field, if it has one beside OpenAI's
     decoding         `likeliest` asks for the likeliest tokens without a temperature of 0; `flat` asks for tokens at a
                      high temperature of the whole vocabulary, `whole` at temperature 1
     """
@@ -53,6 +54,7 @@ class Variant:
     is_fresh: bool = False
     leaves_defaults: bool = False
     json_schema: Mapping[str, Any] | None = None
+    by_own_field: bool = False
     decoding: Decoding = "asked"
 
 
@@ -103,6 +105,8 @@ class InferenceServer(ABC):
     """Whether `score` works."""
     neutral: ClassVar[Mapping[str, Any]] = {}
     """Fields of a greedy request that switch off penalties, which the server's own settings may bring."""
+    schema_field: ClassVar[str | None] = None
+    """The engine's own field for a schema, beside `response_format`; None if requests use no other."""
     can_answer_plainly: ClassVar[bool] = False
     """Whether `answer` and `told_logprobs` can draft nothing, and read no cache."""
 
@@ -197,7 +201,8 @@ class InferenceServer(ABC):
             answer = self.read(lambda _: read_streamed_call(text), None, CHAT)
         else:
             answer = self.post(CHAT, body, read_call)
-        self.chats.append(AnsweredChat(repr((messages, stop)), is_streamed, answer))
+        name = None if tool is None else tool["function"]["name"]
+        self.chats.append(AnsweredChat(repr((messages, stop)), is_streamed, answer, stop, name))
         return answer
 
     def counters(self) -> ServerCounters | None:

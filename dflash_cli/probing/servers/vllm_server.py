@@ -28,6 +28,7 @@ class VllmServer(InferenceServer):
     name = "vllm"
     title = "vLLM"
     owner = "vllm"
+    schema_field = "structured_outputs"
     own_fields: ClassVar[Mapping[str, str]] = {SETTINGS: "vllm_config"}
     counter_names: ClassVar[Mapping[str, str]] = {
         "num_drafts": "vllm:spec_decode_num_drafts",
@@ -97,7 +98,9 @@ class VllmServer(InferenceServer):
         } | ({"seed": asked.seed} if sampling["temperature"] else {})
         if variant.is_fresh:
             body["cache_salt"] = new_salt()
-        if variant.json_schema is not None:
+        if variant.json_schema is not None and variant.by_own_field:
+            body[self.schema_field] = {"json": variant.json_schema}
+        elif variant.json_schema is not None:
             schema = {"name": "answer", "schema": variant.json_schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body

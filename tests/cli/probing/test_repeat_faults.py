@@ -25,7 +25,8 @@ FAULTS: dict[str, tuple[Callable[[], Script], str, str]] = {
     "77 always": (partial(CachedWrongly, **STEPS, every=1), CACHE, "15 of 15 answers that read"),
     "77 empty": (partial(CachedWrongly, **STEPS, ends="nothing"), CACHE, "end after 0 tokens"),
     "77 changing": (partial(CachedWrongly, **S, ends="", every=1), CACHE, "15 of 15 answers that read"),
-    "77 later": (partial(CachedWrongly, **S, every=1, num_spared=3), CACHE, "First turns asked again: 6 of"),
+    "77 third reading": (partial(CachedWrongly, **S, every=1, num_spared=5), CACHE, "1 of 3 long prompts got other"),
+    "77 later": (partial(CachedWrongly, **S, every=1, num_spared=6), CACHE, "First turns asked again: 6 of"),
     "77 after the first run": (partial(CachedBlocks, **S, block=8, num_spared=17), CACHE, "9 of 9 answers that read"),
     "78 llama.cpp": (partial(StaleWalk, **BARE), TURN, "8 of 8 answers without drafts, in requests of 2 tokens"),
     "78 vllm": (partial(CachedBlocks, **V), CACHE, "9 of 9 answers that read the prefix cache are wrong, 0 of 9"),
@@ -39,6 +40,7 @@ SLOW = {
     "77 always",
     "77 empty",
     "77 changing",
+    "77 later",
     "77 after the first run",
     "78 vllm",
 }

@@ -362,7 +362,11 @@ def _complete(script: Script, body: Mapping[str, Any]) -> Any:
     is_plain = is_undrafted(script, body, num_tokens)
     if any(body.get(name) for name in ("logprobs", "n_probs", "return_logprob", "prompt_logprobs")):
         return _logprobs(script, ids, body) if num_tokens == 1 else _told(script, body, ids, num_tokens)
-    if any(holder.get(name) for holder in (body, sampling) for name in ("response_format", "json_schema")):
+    if any(
+        holder.get(name)
+        for holder in (body, sampling)
+        for name in ("response_format", "json_schema", "structured_outputs")
+    ):
         if script.json == "refused":
             raise RequestError("answered 400: no structured output", id="server-refused", found=400)
         return ANSWERS[script.style](script, script.json_answer(ids, is_plain=is_plain))

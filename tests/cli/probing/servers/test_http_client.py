@@ -192,3 +192,13 @@ def test_refusals_are_counted_with_each_retry() -> None:
         with refuses(ServerUnreachable, "no-answer"):
             server.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 4}, dict)
     assert dict(server.client.refusals) == {503: 1}
+
+
+@pytest.mark.parametrize("status", [408, 504, 524])
+def test_a_limit_of_time_is_temporary(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "FIRST_PAUSE_S", 0.0)
+    heads = [b"HTTP/1.1 %d Late\r\n" % status, HEAD]
+    with deadline(10), sending(lambda write: whole(b"[1]", heads.pop(0))(write)) as client:
+        client._num_retries = 1
+        assert client.post("/x", {}) == [1]
+        assert client.num_retried == 1
