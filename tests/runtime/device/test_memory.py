@@ -39,7 +39,7 @@ from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.placement import Placement, Spread
-from dflash_runtime.models.target import target_bytes
+from dflash_runtime.models.target_loading import target_bytes
 from dflash_runtime.scheduling.limits import RIDGE_ROWS, Limits
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.sampling_params import SamplingParams
