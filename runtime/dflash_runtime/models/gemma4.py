@@ -1,5 +1,5 @@
 """Gemma 4 decoders: sliding and full layers with heads and rope of their own, norms around each sublayer, and in some
-models experts beside the feed-forward. The unified model type has the same text part, and `gemma4_layers.py` the layers.
+models experts beside the feed-forward. `gemma4_layers.py` has the layers. The unified model type has this text part.
 
 Source: huggingface/transformers models/gemma4/modeling_gemma4.py.
 """
