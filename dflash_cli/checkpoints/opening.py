@@ -11,7 +11,7 @@ from dflash_cli.formats.dialect import STYLE_FLAGS, Format, ParsedConfig
 from dflash_cli.formats.stated import StatedConfig
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.files import Checkpoint, refuse_wrong_dtypes
 from dflash_runtime.checkpoint.fp8_format import read_fp8_format, refuse_unless_fp8
 from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, open_stored
 from dflash_runtime.checkpoint.hf_config import BODY_KEYS, read_target_config, read_target_facts
@@ -130,14 +130,17 @@ class DraftCheckpoint:
         Tensors of quantised weights, and of a draft with an unserved setting, are not compared with the config.
 
         Raises:
-            TensorMismatch: lists every missing, unexpected and misshapen tensor.
+            TensorMismatch: lists every missing, unexpected and misshapen tensor, or those of another element type.
         """
         shapes = {name: info.shape for name, info in self.checkpoint.tensors.items()}
         is_comparable = self.quantization is None and not self.parsed.unserved
         expected = {name: shape for name, shape in shapes.items() if not NOT_OWNED.match(name)}
-        return select_tensors(
+        found = select_tensors(
             owned_shapes(self.config) if is_comparable else expected, shapes, path=self.checkpoint.path
         )
+        if is_comparable:
+            refuse_wrong_dtypes((self.checkpoint.tensors[name] for name in found.load), self.checkpoint.path)
+        return found
 
 
 def open_draft(path: str | Path | Checkpoint, *, overrides: Overrides = NO_OVERRIDES) -> DraftCheckpoint:

@@ -47,10 +47,27 @@ class Tokenizer:
 
     @cached_property
     def _hosted(self) -> Any:
+        self._check_json()
         from transformers import AutoTokenizer
 
         with self._naming_failure("loaded"):
             return AutoTokenizer.from_pretrained(self._path, local_files_only=True, trust_remote_code=False)
+
+    def _check_json(self) -> None:
+        """Refuse a file that is not JSON, before transformers is imported, which takes seconds.
+
+        Raises:
+            CheckpointError: names the file.
+        """
+        for file in (self._path / name for name in READ_FILES if name.endswith(".json")):
+            try:
+                if file.exists():
+                    json.loads(file.read_bytes())
+            except (ValueError, RecursionError) as error:
+                raise CheckpointError(
+                    f"not valid JSON: {error}", id="tokenizer-not-loaded", path=file,
+                    hint="copy or download the target again",
+                ) from error  # fmt: skip
 
     @contextmanager
     def _naming_failure(self, done: str) -> Iterator[None]:

@@ -12,6 +12,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
+from dflash_runtime.checkpoint.files import wrong_dtypes
 from dflash_runtime.checkpoint.fp8_format import scale_tensors
 from dflash_runtime.checkpoint.hf_config import refuse_other_layers
 from dflash_runtime.checkpoint.layout import Shapes, compare_tensors, unapplied_tensors
@@ -133,12 +134,13 @@ def target_shapes(source: TargetSource) -> Shapes:
     Raises:
         UnsupportedError: a model type without a native family, another quantization than FP8, or tensors that are not
             applied.
-        TensorMismatch: lists all missing and misshapen tensors.
+        TensorMismatch: lists all missing and misshapen tensors, and tensors with another element type.
     """
     config, path = family_config(source), source.checkpoint.path
     found = {name: info.shape for name, info in source.checkpoint.tensors.items()}
     expected = with_fused_experts(target_families()[config.model_type].expected_shapes(config), found)
     missing, _, wrong = compare_tensors(expected, found)
+    wrong |= wrong_dtypes(source.checkpoint.tensors[name] for name in expected if name in found and name not in wrong)
     if missing or wrong:
         raise TensorMismatch(missing=missing, wrong=wrong, path=path)
     unread = found.keys() - expected.keys() - scale_tensors(source.checkpoint)
