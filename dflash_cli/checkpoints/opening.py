@@ -11,7 +11,8 @@ from dflash_cli.formats.dialect import STYLE_FLAGS, Format, ParsedConfig
 from dflash_cli.formats.stated import StatedConfig
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
-from dflash_runtime.checkpoint.files import Checkpoint, refuse_wrong_dtypes
+from dflash_runtime.checkpoint.element_types import refuse_wrong_dtypes
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.fp8_format import read_fp8_format, refuse_unless_fp8
 from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, open_stored
 from dflash_runtime.checkpoint.hf_config import BODY_KEYS, read_target_config, read_target_facts

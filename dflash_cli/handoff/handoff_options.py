@@ -97,7 +97,10 @@ class HandoffOptions(TransferOptions):
     def check(self) -> None:
         super().check()
         if self._is_folder and Path(str(self.handoff_in)).is_file():
-            raise UsageError("is a file, expected a folder", id="handoff-folder-is-a-file", path=self.handoff_in)
+            raise UsageError(
+                "is a file, expected a folder of hand-offs", id="handoff-folder-is-a-file", path=self.handoff_in,
+                expected="a folder of hand-offs", hint="dflash generate --handoff-out writes one",
+            )  # fmt: skip
         if self._is_folder and not Path(str(self.handoff_in)).is_dir():
             raise CheckpointNotFound(
                 "no such directory", id="no-handoff-folder", path=self.handoff_in,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dflash_runtime.checkpoint.adapters import adapter_files, instead_of_model
 from dflash_runtime.checkpoint.gguf_files import refuse_gguf
-from dflash_runtime.checkpoint.layout import PACKED_DTYPES, StoredRows
+from dflash_runtime.checkpoint.layout import StoredRows
 from dflash_runtime.checkpoint.strict_json import parse_json, read_json, regular_size
 from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, TensorMismatch, unreadable
 from dflash_runtime.json_values import is_int
@@ -70,26 +70,6 @@ class TensorInfo:
     @property
     def is_floating(self) -> bool:
         return self.dtype.startswith(("F", "BF"))
-
-
-def wrong_dtypes(infos: Iterable[TensorInfo]) -> dict[str, tuple[str, str]]:
-    """Return name -> (found, expected) element type of matrices that hold neither floats nor packed numbers."""
-    return {
-        info.name: (info.dtype, "F16, BF16, F32 or F64")
-        for info in infos
-        if len(info.shape) > 1 and not info.is_floating and info.dtype not in PACKED_DTYPES
-    }
-
-
-def refuse_wrong_dtypes(infos: Iterable[TensorInfo], path: Path) -> None:
-    """Refuse tensors of `wrong_dtypes`.
-
-    Raises:
-        TensorMismatch: lists all of them.
-    """
-    wrong = wrong_dtypes(infos)
-    if wrong:
-        raise TensorMismatch(wrong=wrong, path=path)
 
 
 class TensorCut(Protocol):

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
-from dflash_runtime.checkpoint.files import wrong_dtypes
+from dflash_runtime.checkpoint.element_types import wrong_dtypes
 from dflash_runtime.checkpoint.fp8_format import scale_tensors
 from dflash_runtime.checkpoint.hf_config import refuse_other_layers
 from dflash_runtime.checkpoint.layout import Shapes, compare_tensors, unapplied_tensors
