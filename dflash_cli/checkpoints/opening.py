@@ -17,9 +17,9 @@ from dflash_runtime.checkpoint.fp8_format import read_fp8_format, refuse_unless_
 from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, open_stored
 from dflash_runtime.checkpoint.hf_config import BODY_KEYS, read_target_config, read_target_facts
 from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_shapes, select_tensors
-from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
+from dflash_runtime.checkpoint.pair import COPY_TARGET, DraftSource, TargetSource
 from dflash_runtime.draft_config import DraftConfig
-from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, UsageError, naming_file
+from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, UsageError, hinting, naming_file
 from dflash_runtime.notices import Notice
 from dflash_runtime.target_config import TargetFacts
 
@@ -234,7 +234,7 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
             "is a draft, expected a target", id="draft-as-target", path=checkpoint.path, expected="a target",
             hint="--target names the model that the draft was trained for; did you swap the two?",
         )  # fmt: skip
-    with naming_file(checkpoint.config_path):
+    with hinting(COPY_TARGET), naming_file(checkpoint.config_path):
         facts = read_target(checkpoint.config, checkpoint.config_path)
     logger.info("%s: a target of type %s", checkpoint.config_path, facts.model_type)
     return TargetSource(facts, checkpoint)

@@ -10,7 +10,7 @@ from typing import Any
 from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.forked_calls import CallFailed, ForkedCalls
 from dflash_runtime.checkpoint.hf_config import read_token_ids
-from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.pair import COPY_TARGET, TargetSource
 from dflash_runtime.checkpoint.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
 from dflash_runtime.checkpoint.strict_json import regular_size, too_large_json
 from dflash_runtime.errors import CheckpointError, RequestError, UnsupportedError
@@ -66,7 +66,7 @@ class Tokenizer:
             except (ValueError, RecursionError) as error:
                 raise CheckpointError(
                     f"not valid JSON: {error}", id="tokenizer-not-loaded", path=file,
-                    hint="copy or download the target again",
+                    hint=COPY_TARGET,
                 ) from error  # fmt: skip
 
     @contextmanager

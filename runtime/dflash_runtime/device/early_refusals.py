@@ -6,7 +6,7 @@
 from shlex import quote
 
 from dflash_runtime.checkpoint.draft_tensors import owned_tensors
-from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
+from dflash_runtime.checkpoint.pair import COPY_TARGET, DraftLike, TargetSource
 from dflash_runtime.checkpoint.runs_here import how_it_runs, release_note
 from dflash_runtime.device.attention import BACKENDS, check_capability, refuse_without_pages
 from dflash_runtime.draft_config import DraftConfig
@@ -39,7 +39,7 @@ def refuse_early(target: TargetSource, draft: DraftLike | None, config: EngineCo
     is_known = answer.is_fast or config.wanted_runtime == "native" or release_note() is None
     if answer.refusal is not None and is_known:
         raise answer.refusal
-    with hinting("copy or download the target again"):
+    with hinting(COPY_TARGET):
         target.checkpoint.check_headers()
         if answer.is_fast:
             target_shapes(target)
