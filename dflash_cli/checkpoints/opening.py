@@ -131,7 +131,7 @@ class DraftCheckpoint:
         Tensors of quantised weights, and of a draft with an unserved setting, are not compared with the config.
 
         Raises:
-            TensorMismatch: lists every missing, unexpected and misshapen tensor, or those of another element type.
+            TensorMismatch: lists every missing, unexpected and misshapen tensor, or every matrix of integers.
         """
         shapes = {name: info.shape for name, info in self.checkpoint.tensors.items()}
         is_comparable = self.quantization is None and not self.parsed.unserved

@@ -177,7 +177,7 @@ def make_targets(home: Path) -> None:
 
 
 def make_damaged_handoff(folder: Path) -> None:
-    """Write a hand-off with a sound header and a file of tensors that is no safetensors file."""
+    """Write a hand-off with a sound header and unreadable tensors."""
     handoff = Handoff(key="a", fingerprint={}, prompt_token_ids=(1,), output_token_ids=(2,), params=SamplingParams(),
                       seed=0)  # fmt: skip
     header = HandoffHeader(handoff=handoff, tensors={"target": TensorSpec("float32", (1,), 0)}).sealed

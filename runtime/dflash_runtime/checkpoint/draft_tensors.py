@@ -16,7 +16,7 @@ def owned_tensors(source: DraftLike) -> tuple[str, ...]:
 
     Raises:
         UnsupportedError: another quantization than FP8, a learned mask embedding, or a family that is not registered.
-        TensorMismatch: lists all missing, unexpected and misshapen tensors, or all with another element type.
+        TensorMismatch: lists all missing, unexpected and misshapen tensors, or all matrices of integers.
     """
     checkpoint = source.checkpoint
     refuse_packed_unless_fp8(checkpoint)

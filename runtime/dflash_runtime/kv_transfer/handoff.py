@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 else:
-    Tensor = Any  # headers are read without torch, and the field with tensors is no part of a document
+    Tensor = Any  # documents leave out the field with tensors, so readers of headers need no torch
 
 TARGET_PAGES, DRAFT_PAGES = "target", "draft"
 """Names of the tensors with the KV pages of the two models."""

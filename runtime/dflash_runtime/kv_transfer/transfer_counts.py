@@ -1,4 +1,4 @@
-"""What the hand-offs of one call did. Needs no torch."""
+"""Counts of hand-offs. Needs no torch."""
 
 from dataclasses import dataclass, field
 

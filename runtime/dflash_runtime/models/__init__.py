@@ -1,1 +1,1 @@
-"""Target families, one file each; `target.py` has the registry, `target_loading.py` loads, `layers.py` has shared parts."""
+"""Target families, one file each; `target.py` has the registry, `layers.py` the parts that drafts share."""

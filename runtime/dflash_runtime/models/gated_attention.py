@@ -1,4 +1,4 @@
-"""Layers of Qwen3.5 decoders: recurrent layers, and layers whose attention has an output gate.
+"""Layers of Qwen3.5 decoders: recurrent layers, and layers with gated attention.
 
 Norms multiply by one plus their weight, and rope rotates only the first part of each head.
 Source: huggingface/transformers models/qwen3_5/modeling_qwen3_5.py.

@@ -134,7 +134,7 @@ def target_shapes(source: TargetSource) -> Shapes:
     Raises:
         UnsupportedError: a model type without a native family, another quantization than FP8, or tensors that are not
             applied.
-        TensorMismatch: lists all missing and misshapen tensors, and tensors with another element type.
+        TensorMismatch: lists all missing and misshapen tensors and matrices of integers.
     """
     config, path = family_config(source), source.checkpoint.path
     found = {name: info.shape for name, info in source.checkpoint.tensors.items()}
