@@ -28,7 +28,8 @@ from dflash_runtime.checkpoint.runs_here import TRIAL_WORDS, how_it_runs
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.models.hosted import HostedTarget
 from dflash_runtime.models.own_cache import OwnCacheTarget
-from dflash_runtime.models.target import _native_config, try_target
+from dflash_runtime.models.target import family_config
+from dflash_runtime.models.target_loading import try_target
 from dflash_testing.any_models import make_any
 from dflash_testing.hosted_models import OWN_CACHE, SERVED, make_model
 from dflash_testing.pairs import placement
@@ -50,7 +51,7 @@ class Outcome(NamedTuple):
 
 def outcome_of(source: TargetSource) -> Outcome:
     """Try a target out."""
-    said = how_it_runs(source, refuse_native=_native_config, read_decoder=open_decoder, trials={})
+    said = how_it_runs(source, refuse_native=family_config, read_decoder=open_decoder, trials={})
     if said.runtime not in ("transformers", "transformers-cache"):
         return Outcome()
     try:

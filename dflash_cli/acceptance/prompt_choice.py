@@ -195,7 +195,7 @@ def _refuse_if_all_fail(rows: Sequence[PromptRow], pair: "OpenedPair", *, chat: 
     """
     first: RequestError | None = None
     for row in rows:
-        if row.kind != "prompt_token_ids" and row.value != "":
+        if row.kind != "prompt_token_ids" and row.value != "" and pair.tokenizer is not None:
             return
         try:
             facts = pair.target.facts

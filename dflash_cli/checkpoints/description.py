@@ -15,6 +15,7 @@ from dflash_cli.formats.fields import look_up
 from dflash_cli.formats.relatives import served_in_words
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.hosted_config import recorded_types
 from dflash_runtime.checkpoint.ignored_files import ignored_code, ignored_files
 from dflash_runtime.checkpoint.layout import NOT_OWNED
 from dflash_runtime.checkpoint.runs_here import RunsHere, RunsHereEntry, how_it_runs, release_note
@@ -262,10 +263,17 @@ def _describe_kind(checkpoint: Checkpoint, detection: Detection) -> Description:
 
 
 def _describe_target(checkpoint: Checkpoint) -> Description:
-    """Describe a target. If the target cannot be read, the error says why the checkpoint is not a draft."""
+    """Describe a target.
+
+    Raises:
+        CheckpointError: the config of a known model type is malformed.
+        UnknownFormat: it is neither a draft nor a known model.
+    """
     try:
         target = open_target(checkpoint)
     except CheckpointError as error:
+        if checkpoint.config.get("model_type") in recorded_types()["decoders"]:
+            raise
         raise unknown_format(checkpoint.config, checkpoint.config_path) from error
     runs_here = how_it_runs(target)
     note = None if runs_here.is_fast else release_note()

@@ -11,14 +11,15 @@ from dflash_cli.formats.dialect import STYLE_FLAGS, Format, ParsedConfig
 from dflash_cli.formats.stated import StatedConfig
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
+from dflash_runtime.checkpoint.element_types import refuse_wrong_dtypes
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.fp8_format import read_fp8_format, refuse_unless_fp8
 from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, open_stored
 from dflash_runtime.checkpoint.hf_config import BODY_KEYS, read_target_config, read_target_facts
 from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_shapes, select_tensors
-from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
+from dflash_runtime.checkpoint.pair import COPY_TARGET, DraftSource, TargetSource
 from dflash_runtime.draft_config import DraftConfig
-from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, UsageError, naming_file
+from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, UsageError, hinting, naming_file
 from dflash_runtime.notices import Notice
 from dflash_runtime.target_config import TargetFacts
 
@@ -130,14 +131,17 @@ class DraftCheckpoint:
         Tensors of quantised weights, and of a draft with an unserved setting, are not compared with the config.
 
         Raises:
-            TensorMismatch: lists every missing, unexpected and misshapen tensor.
+            TensorMismatch: lists every missing, unexpected and misshapen tensor, or every matrix of integers.
         """
         shapes = {name: info.shape for name, info in self.checkpoint.tensors.items()}
         is_comparable = self.quantization is None and not self.parsed.unserved
         expected = {name: shape for name, shape in shapes.items() if not NOT_OWNED.match(name)}
-        return select_tensors(
+        found = select_tensors(
             owned_shapes(self.config) if is_comparable else expected, shapes, path=self.checkpoint.path
         )
+        if is_comparable:
+            refuse_wrong_dtypes((self.checkpoint.tensors[name] for name in found.load), self.checkpoint.path)
+        return found
 
 
 def open_draft(path: str | Path | Checkpoint, *, overrides: Overrides = NO_OVERRIDES) -> DraftCheckpoint:
@@ -230,7 +234,7 @@ def open_target(path: str | Path | Checkpoint) -> TargetSource:
             "is a draft, expected a target", id="draft-as-target", path=checkpoint.path, expected="a target",
             hint="--target names the model that the draft was trained for; did you swap the two?",
         )  # fmt: skip
-    with naming_file(checkpoint.config_path):
+    with hinting(COPY_TARGET), naming_file(checkpoint.config_path):
         facts = read_target(checkpoint.config, checkpoint.config_path)
     logger.info("%s: a target of type %s", checkpoint.config_path, facts.model_type)
     return TargetSource(facts, checkpoint)

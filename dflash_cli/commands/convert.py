@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_cli.conversion.spec import ConversionSpec, Verification
@@ -14,7 +15,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions, ReadingOptions
 from dflash_cli.terminal.requests import ESSENTIALS, SIZE, Argument, Option, parse_size, verb
 from dflash_runtime.documents import copy_fields, fields_of
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import UsageError, hinting
 
 if TYPE_CHECKING:
     from dflash_cli.conversion.byte_progress import Progress
@@ -192,7 +193,8 @@ def _plan(request: ConversionRequest) -> "ResultPlan":
         plan: ResultPlan = plan_renaming(source, detection, _for_renaming(spec, request))
     else:
         overrides = Overrides(request.causality, request.layout)
-        plan = plan_conversion(open_draft(source, overrides=overrides), spec)
+        with hinting(f"dflash validate {quote(request.source)} lists the faults of the draft"):
+            plan = plan_conversion(open_draft(source, overrides=overrides), spec)
     if request.tokenizer is not None and isinstance(plan, ConversionPlan):
         check_tokenizer(request.tokenizer, plan.config.vocab_size)
     protect_inputs(request.destination, plan)

@@ -276,7 +276,7 @@ def command(request: GenerationRequest) -> None:
 
 
 def _open_handing(request: GenerationRequest, named: "PromptSet | None") -> "Handing":
-    """The hand-offs of the run, which may be none. Imports torch."""
+    """The hand-offs of the run, which may be none."""
     from dflash_cli.handoff.handing import open_handing
 
     return open_handing(request, named, check_lossless=request.check_lossless)

@@ -33,7 +33,7 @@ def validate_running(plan: ValidationPlan, settings: RunSettings) -> RunReport:
         raise UsageError(
             "--level run needs a target", id="run-without-target", field="--target", hint="add --target TARGET"
         )
-    from dflash_runtime.models.target import find_target_runtime
+    from dflash_runtime.models.target_loading import find_target_runtime
 
     find_target_runtime(subject.target_source, settings.config.wanted_runtime)
     findings, checked = find_up_to(subject, "weights")

@@ -21,7 +21,7 @@ from dflash_runtime.drafts.draft import Draft, build_draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Linear
-from dflash_runtime.models.target import find_target_runtime
+from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.target_config import TargetConfig

@@ -34,6 +34,12 @@ def check_parent(path: Path) -> None:
         UsageError: naming the parent.
     """
     parent = path.absolute().parent
+    nearest = next((folder for folder in path.parents if folder.exists()), None)
+    if nearest is not None and not nearest.is_dir():
+        raise UsageError(
+            "is a file, expected a directory", id="parent-is-a-file", path=nearest,
+            hint="name a file or folder in another directory",
+        )  # fmt: skip
     if not parent.is_dir():
         raise UsageError(
             "no such directory",

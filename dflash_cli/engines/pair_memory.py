@@ -52,7 +52,15 @@ def measure_pair(
     names: tuple[str, str],
     gpu_bytes: int | None = None,
 ) -> PairMemory:
-    """Estimate the memory of a pair on a GPU, from headers. `names` are the references of draft and target."""
+    """Estimate the memory of a pair on a GPU, from headers. `names` are the references of draft and target.
+
+    Raises:
+        UsageError: `max_model_len` is above the pair's positions. `plan_pair` raises further errors.
+    """
+    from dflash_runtime.scheduling.limits import resolve_model_len
+
+    if target.facts.max_position_embeddings is not None:  # before torch is imported
+        resolve_model_len(config, target.facts.max_position_embeddings, draft.config)
     from dflash_runtime.device.memory_estimate import estimate_memory, plan_for_gpu
 
     plan = plan_for_gpu(target, draft, config)

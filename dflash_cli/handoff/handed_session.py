@@ -21,9 +21,10 @@ from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable,
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_locations import FOLDER, open_connector
 from dflash_runtime.kv_transfer.file_connector import FileConnector
+from dflash_runtime.kv_transfer.transfer_counts import TransferCounts
 from dflash_runtime.llm import LLM, Delta
 from dflash_runtime.scheduling.sampling_params import SamplingParams
-from dflash_runtime.transfers import HandoffPlan, TransferCounts
+from dflash_runtime.transfers import HandoffPlan
 
 HOST = "127.0.0.1"
 

@@ -1,17 +1,20 @@
-"""The hand-offs of one run of `dflash generate`: their location, their prompts, and their counts."""
+"""The hand-offs of one run of `dflash generate`: their location, their prompts, and their counts.
+
+torch is imported when the location is opened, so that a malformed hand-off is refused before.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dflash_cli.generation.answers import Streaming, Tally
-from dflash_cli.generation.generate_document import HandoffFacts
 from dflash_cli.generation.prompt_sets import PromptSet
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.handoff.handoff_folder import empty_folder, read_waiting
-from dflash_cli.handoff.handoff_options import HandoffOptions
+from dflash_cli.handoff.handoff_options import ADDRESSES, HandoffOptions, names_folder
 from dflash_cli.terminal import console
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import (
@@ -23,16 +26,19 @@ from dflash_runtime.errors import (
     RequestError,
     UsageError,
 )
-from dflash_runtime.kv_transfer.connector import Connector
-from dflash_runtime.kv_transfer.connector_locations import names_folder, open_connector
-from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, check_tokens, concerns_target
-from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
-from dflash_runtime.llm import LLM, Delta
+from dflash_runtime.kv_transfer.control_channel import Address
+from dflash_runtime.kv_transfer.handoff import Handoff, HandoffHeader, check_handoff, check_tokens, concerns_target
+from dflash_runtime.kv_transfer.transfer_counts import TransferCounts
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
-from dflash_runtime.transfers import HandoffPlan, TransferCounts
+
+if TYPE_CHECKING:
+    from dflash_cli.generation.generate_document import HandoffFacts
+    from dflash_runtime.kv_transfer.connector import Connector
+    from dflash_runtime.llm import LLM, Delta
+    from dflash_runtime.transfers import HandoffPlan
 
 SAME_PAIR = "both sides need the same pair, settings and prompts; --force-mismatch loads the parts that fit"
 HINTS = {
@@ -74,7 +80,7 @@ class Handing:
     is_sending: bool = False
     timeout_s: float = 60.0
     force: bool = False
-    waiting: tuple[Handoff, ...] = ()
+    waiting: tuple[HandoffHeader, ...] = ()
     is_of_vllm: bool = False
     counts: TransferCounts = field(default_factory=TransferCounts)
 
@@ -87,28 +93,29 @@ class Handing:
     @property
     def params(self) -> SamplingParams | None:
         """The sampling parameters of the first waiting hand-off; None if the user gives the parameters."""
-        return self.waiting[0].params if self.waiting else None
+        return self.waiting[0].handoff.params if self.waiting else None
 
     @property
     def kept_in(self) -> str | None:
         """The folder that receives the hand-offs; None if this run does not write to a folder."""
         return self.place if self.is_sending and self.is_folder else None
 
-    def check_pair(self, llm: LLM) -> None:
+    def check_pair(self, llm: "LLM") -> None:
         """Refuse waiting hand-offs that do not fit the pair, before anything is generated.
 
         Raises:
             HandoffMismatch: names every difference of the first hand-off that does not fit.
             InvalidHandoff: a token id is outside the vocabulary.
         """
-        for item in self.waiting:
+        for header in self.waiting:
+            item = _without_content(header)
             check_tokens(item, llm.limits.vocab_size, path=f"{self.place}/{item.key}")
             if item.finish_reason is None and not self.force:
                 shapes = llm.engine.runner.porter.shapes(item.kv_len)
                 check_handoff(item, llm.fingerprint, shapes, path=self.place, hint=SAME_PAIR)
 
     @contextmanager
-    def opened(self, llm: LLM) -> Iterator[Streaming | None]:
+    def opened(self, llm: "LLM") -> Iterator[Streaming | None]:
         """Open the location, and yield the function that runs prompts with hand-offs. None without hand-offs.
 
         Raises:
@@ -120,6 +127,8 @@ class Handing:
         if self.is_of_vllm:
             yield partial(self._stream_prefills, llm)
             return
+        from dflash_runtime.kv_transfer.connector_locations import open_connector
+
         if self.is_sending and self.is_folder:
             empty_folder(self.place)
         if not self.is_folder:
@@ -133,18 +142,20 @@ class Handing:
 
     def _stream(
         self,
-        llm: LLM,
-        connector: Connector,
+        llm: "LLM",
+        connector: "Connector",
         prompts: list[list[int]],
         params: list[SamplingParams],
         rows: list[PromptRow],
-    ) -> Iterator[Delta]:
+    ) -> "Iterator[Delta]":
         """Run prompts with hand-offs; see `Streaming`.
 
         Raises:
             DFlashError: an error that other prompts would meet too. The other side is gone or full, or a hand-off does
                 not fit.
         """
+        from dflash_runtime.transfers import HandoffPlan
+
         by_index = {row.index: item for row, item in self._pairs}
         waiting = [by_index[row.index] for row in rows] if by_index else []
         plan = HandoffPlan(
@@ -162,13 +173,16 @@ class Handing:
             yield delta
 
     def _stream_prefills(
-        self, llm: LLM, prompts: list[list[int]], params: list[SamplingParams], rows: list[PromptRow]
-    ) -> Iterator[Delta]:
+        self, llm: "LLM", prompts: list[list[int]], params: list[SamplingParams], rows: list[PromptRow]
+    ) -> "Iterator[Delta]":
         """Run prompts that continue from prefills of vLLM; see `Streaming`.
 
         Raises:
             DFlashError: see `find_vllm_prefills`.
         """
+        from dflash_runtime.kv_transfer.vllm_prefills import find_vllm_prefills
+        from dflash_runtime.transfers import HandoffPlan
+
         keys, connector = find_vllm_prefills(Path(str(self.place)), prompts, llm.fingerprint)
         try:
             yield from self._counted(llm, prompts, params, HandoffPlan(connector=connector, keys=keys))
@@ -176,8 +190,8 @@ class Handing:
             connector.close()
 
     def _counted(
-        self, llm: LLM, prompts: list[list[int]], params: list[SamplingParams], plan: HandoffPlan
-    ) -> Iterator[Delta]:
+        self, llm: "LLM", prompts: list[list[int]], params: list[SamplingParams], plan: "HandoffPlan"
+    ) -> "Iterator[Delta]":
         for delta in llm.stream(prompts, params, handoffs=plan):
             transfers = llm.engine.transfers
             self.counts = transfers.counts if transfers is not None else self.counts
@@ -186,7 +200,8 @@ class Handing:
     @cached_property
     def _pairs(self) -> list[tuple[PromptRow, Handoff]]:
         """Each waiting hand-off with its row. Rows are numbered anew unless each hand-off states a different number."""
-        notes = [RowNote.of(item) for item in self.waiting]
+        handoffs = [header.handoff for header in self.waiting]
+        notes = [RowNote.of(item) for item in handoffs]
         has_indices = len({note.index for note in notes} - {None}) == len(notes)
         return [
             (
@@ -200,7 +215,7 @@ class Handing:
                 ),
                 item,
             )
-            for position, (item, note) in enumerate(zip(self.waiting, notes, strict=True))
+            for position, (item, note) in enumerate(zip(handoffs, notes, strict=True))
         ]
 
     def _look_at(self, output: RequestOutput, refuse: Callable[[str], None]) -> None:
@@ -239,8 +254,10 @@ class Handing:
             console.warn(Notice(text, id="text-may-be-wrong" if has_wrong_text else "acceptance-may-be-lower"))
 
     @property
-    def facts(self) -> HandoffFacts | None:
+    def facts(self) -> "HandoffFacts | None":
         """The counts for the JSON document; None without hand-offs."""
+        from dflash_cli.generation.generate_document import HandoffFacts
+
         counts = self.counts
         if self.place is None:
             return None
@@ -269,8 +286,10 @@ def open_handing(options: HandoffOptions, given: PromptSet | None, *, check_loss
     if place is not None:
         _refuse_turns(given.rows if given is not None else ())
     is_folder = place is not None and names_folder(place)
+    if place is not None and not is_folder:
+        _check_address(place)
     waiting = read_waiting(str(place)) if options.brings_prompts else ()
-    if check_lossless and not all(item.params.is_greedy for item in waiting):
+    if check_lossless and not all(item.handoff.params.is_greedy for item in waiting):
         raise UsageError(
             field="--check-lossless", found="sampled hand-offs",
             expected="greedy hand-offs, because a sampled token may have several right values",
@@ -284,6 +303,28 @@ def open_handing(options: HandoffOptions, given: PromptSet | None, *, check_loss
         waiting=waiting,
         is_of_vllm=options.is_of_vllm,
     )
+
+
+def _without_content(header: HandoffHeader) -> Handoff:
+    """The hand-off of a header, with tensors that have shapes only."""
+    from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
+
+    return header.handoff.with_tensors({name: empty_like_spec(spec, "meta") for name, spec in header.tensors.items()})
+
+
+def _check_address(place: str) -> None:
+    """Refuse a malformed address. Needs torch for a connector that is not one of ours.
+
+    Raises:
+        UsageError: it is not an address of a connector.
+    """
+    name, mark, rest = place.partition("://")
+    if mark and name in ADDRESSES:
+        Address.parse(rest)
+        return
+    from dflash_runtime.kv_transfer import connector_locations
+
+    connector_locations.names_folder(place)
 
 
 def _refuse_turns(rows: Sequence[PromptRow]) -> None:

@@ -78,7 +78,7 @@ class HandoffOptions(TransferOptions):
 
     @property
     def _is_folder(self) -> bool:
-        return self.handoff_in is not None and _names_folder(self.handoff_in)
+        return self.handoff_in is not None and names_folder(self.handoff_in)
 
     def check_folders(self, *, force: bool) -> None:
         """Refuse a folder that hand-offs cannot be written to.
@@ -86,7 +86,7 @@ class HandoffOptions(TransferOptions):
         Raises:
             UsageError: the path is a file, its parent does not exist, or the folder has files and `force` is false.
         """
-        if self.handoff_out is None or not _names_folder(self.handoff_out):
+        if self.handoff_out is None or not names_folder(self.handoff_out):
             return
         folder = Path(self.handoff_out)
         if folder.exists() and not folder.is_dir():
@@ -96,6 +96,11 @@ class HandoffOptions(TransferOptions):
 
     def check(self) -> None:
         super().check()
+        if self._is_folder and Path(str(self.handoff_in)).is_file():
+            raise UsageError(
+                "is a file, expected a folder of hand-offs", id="handoff-folder-is-a-file", path=self.handoff_in,
+                expected="a folder of hand-offs", hint="dflash generate --handoff-out writes one",
+            )  # fmt: skip
         if self._is_folder and not Path(str(self.handoff_in)).is_dir():
             raise CheckpointNotFound(
                 "no such directory", id="no-handoff-folder", path=self.handoff_in,
@@ -122,7 +127,7 @@ class HandoffOptions(TransferOptions):
                 header_document(folder / key)
 
 
-def _names_folder(location: str) -> bool:
+def names_folder(location: str) -> bool:
     """Whether a location of hand-offs is a folder, and neither an address nor the beginning of one."""
     return "://" not in location and location.partition(":")[0] not in ADDRESSES
 

@@ -237,8 +237,10 @@ class DeviceOptions(Request):
             raise UsageError(field="--device", found=self.device, expected="auto, cpu, cuda or cuda:N")
         if self.device_map is not None and self.device_map.endswith(".json"):
             from dflash_cli.documents.reading import parse_object, read_input
+            from dflash_runtime.engine_config import check_device_map
 
-            parse_object(read_input(Path(self.device_map)), self.device_map)
+            path = Path(self.device_map)
+            check_device_map(parse_object(read_input(path), self.device_map), path)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, find_target_runtime, target_families, target_shapes
+from dflash_runtime.models.target import Target, target_families, target_shapes
+from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_runtime.models.weights import load_weights
 
 

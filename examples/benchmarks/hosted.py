@@ -42,7 +42,8 @@ from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.hosted import HostedTarget, host_model
 from dflash_runtime.models.hosted_attention import TRIAL, register_attention
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_families
+from dflash_runtime.models.target import Target, target_families
+from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.sampling_params import SamplingParams

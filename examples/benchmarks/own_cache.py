@@ -33,7 +33,7 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.models.own_cache import Batching, OwnCacheTarget
 from dflash_runtime.models.own_cache_trial import own_cache_target
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import find_target_runtime
+from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from hosted import make_draft

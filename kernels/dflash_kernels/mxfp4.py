@@ -21,9 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.launch_config import IS_INTERPRETED, constexpr, jit, tl
-
-BLOCK = 32
-"""Numbers with one scale."""
+from dflash_kernels.mxfp4_block import BLOCK
 
 GROUP = 32
 """Rows of a tile in memory."""

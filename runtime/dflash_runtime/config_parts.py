@@ -25,6 +25,18 @@ class RopeConfig:
         return {"rope_theta": self.theta, "rope_type": self.kind, **self.params}
 
 
+PUBLISHED = {
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+}  # fmt: skip
+"""Our field -> its key in published configs, which errors name."""
+
+
 def require_count(name: str, value: object, minimum: int = 1) -> None:
+    """Refuse a count below the minimum. `name` is our field.
+
+    Raises:
+        InvalidConfig: names the key of published configs.
+    """
+    name = PUBLISHED.get(name, name)
     if not is_int(value) or value < minimum:
         raise InvalidConfig(name, value, f"an integer of at least {minimum}")

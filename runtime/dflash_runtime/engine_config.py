@@ -1,7 +1,11 @@
 """The frozen settings of an engine. Nothing here imports torch."""
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from dflash_runtime.errors import UsageError
 from dflash_runtime.json_values import is_int
@@ -105,6 +109,11 @@ class EngineConfig:
                 "--device-map does not go with --target-runtime native: only transformers spreads a target",
                 id="device-map-of-native-target", field="device_map", found=self.device_map,
             )  # fmt: skip
+        is_word = self.device_map is not None and self.device_map != "auto" and not self.device_map.endswith(".json")
+        if is_word and not MAPPED_DEVICE.fullmatch(str(self.device_map)):
+            raise UsageError(
+                field="--device-map", found=self.device_map, expected="auto, a JSON file, cpu, cuda:N or disk"
+            )
 
     def _check_tree(self) -> None:
         if self.num_tree_nodes is None:
@@ -185,6 +194,24 @@ CHOICES = {
     "all_reduce": ("auto", "nccl", "one-shot"),
 }
 """Engine settings with a fixed set of values."""
+
+
+MAPPED_DEVICE = re.compile(r"cpu|disk|cuda(:\d{1,4})?")
+"""The name of a device in a device map."""
+
+
+def check_device_map(stated: Mapping[str, Any], path: Path) -> None:
+    """Refuse a device map with other values than devices. Whether a device exists is known only with torch.
+
+    Raises:
+        UsageError: the map is empty, or a value is not a device.
+    """
+    if not stated:
+        raise UsageError(path=path, field="--device-map", found={}, expected="an object from module to device")
+    for module, device in stated.items():
+        is_device = device >= 0 if is_int(device) else isinstance(device, str) and MAPPED_DEVICE.fullmatch(device)
+        if not is_device:
+            raise UsageError(path=path, field=module, found=device, expected="the number of a GPU, cpu, cuda:N or disk")
 
 
 def _check_setting(name: str, value: object, least: int) -> None:

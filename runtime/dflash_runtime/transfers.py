@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_runtime.device.kv_pages import MovingPages
@@ -23,6 +23,7 @@ from dflash_runtime.kv_transfer.connector_futures import begun, result, then
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.handoff import Handoff, check_handoff, check_tokens, find_problems
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
+from dflash_runtime.kv_transfer.transfer_counts import TransferCounts
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request import FinishReason, Request
@@ -122,18 +123,6 @@ class Keeping:
     def is_held(self) -> bool:
         """Whether the request still holds the pages."""
         return self.request.row is not None and self.request.generation == self.generation
-
-
-@dataclass(slots=True)
-class TransferCounts:
-    """Counts of one call's hand-offs, and their problems."""
-
-    num_loaded: int = 0
-    num_sent: int = 0
-    num_bytes: int = 0
-    num_given_up: int = 0  # requests that were prefilled here instead
-    why_given_up: str = ""  # the reason for the first of these requests
-    problems: dict[Notice, None] = field(default_factory=dict)  # misfits of forced hand-offs, each once
 
 
 class Transfers:

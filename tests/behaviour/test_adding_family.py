@@ -21,7 +21,8 @@ from dflash_cli.formats.dialect import FORMATS, all_formats
 from dflash_runtime.checkpoint.layout import LAYOUTS
 from dflash_runtime.drafts.draft import DRAFTS, draft_families
 from dflash_runtime.errors import UnsupportedError
-from dflash_runtime.models.target import TARGETS, find_target_runtime, target_families
+from dflash_runtime.models.target import TARGETS, target_families
+from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_runtime.registry import Registry
 from dflash_testing import checkpoints as support
 from dflash_testing.added_files import run

@@ -18,7 +18,8 @@ from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models import rope
 from dflash_runtime.models.hosted import HostedTarget
 from dflash_runtime.models.own_cache import OwnCacheTarget
-from dflash_runtime.models.target import _native_config, load_target
+from dflash_runtime.models.target import family_config
+from dflash_runtime.models.target_loading import load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.any_models import make_any
 from dflash_testing.hosted_models import make_model
@@ -38,7 +39,7 @@ MOST = [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for 
 def one_answer(path: Path) -> RunsHere:
     """Return the answer of `inspect`, which must equal the answer of commands that run the target."""
     source = open_target(path)
-    said, done = how_it_runs(source), how_it_runs(source, refuse_native=_native_config, read_decoder=open_decoder)
+    said, done = how_it_runs(source), how_it_runs(source, refuse_native=family_config, read_decoder=open_decoder)
     ids = [None if item.refusal is None else item.refusal.id for item in (said, done)]
     assert (said.runtime, ids[0]) == (done.runtime, ids[1])
     return said

@@ -12,7 +12,7 @@ from dflash_testing import checkpoints as support
 
 PROMPT = '{"prompt_token_ids": [5, 6, 7]}\n'
 COMMANDS = {
-    "generate": ("generate", "x"),
+    "generate": ("generate",),
     "eval-acceptance": ("eval-acceptance",),
     "bench": ("bench", "--concurrency", "1"),
     "tune": ("tune", "--concurrency", "1"),
@@ -23,10 +23,10 @@ COMMANDS = {
 
 def refused(command: str, folder: Path, *more: object) -> tuple[int, str | None]:
     """Exit code and id of the refusal of a command that runs the pair of a folder on the CPU."""
-    (folder / "prompts.jsonl").write_text(PROMPT * 4)
-    given = () if command in ("generate",) else ("--prompts", folder / "prompts.jsonl")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(PROMPT * 4)
     draft = ("--draft", folder / "draft") if command == "generate" else (folder / "draft",)
-    done = support.run_main(*COMMANDS[command], *draft, "--target", folder / "target", *given, *more)
+    done = support.run_main(*COMMANDS[command], *draft, "--target", folder / "target", "--prompts", prompts, *more)
     return done.code, None if done.error is None else done.error.id
 
 

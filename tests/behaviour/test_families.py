@@ -22,7 +22,8 @@ from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import InvalidConfig, TensorMismatch, UnsupportedError
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, load_target, target_families
+from dflash_runtime.models.target import Target, target_families
+from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams

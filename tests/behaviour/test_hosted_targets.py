@@ -12,7 +12,7 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.target import load_target
+from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import BODY, DEFAULT, SERVED, KnowingDraft, Known, host, make_model, plain_text

@@ -9,7 +9,7 @@ import pytest
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.target import load_target
+from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.scheduling import limits, step_load
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.request_output import RequestOutput

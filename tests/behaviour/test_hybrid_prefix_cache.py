@@ -14,7 +14,8 @@ from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device.recurrent import snapshot_bytes
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.models.target import Target
+from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.request_output import RequestOutput

@@ -16,7 +16,8 @@ from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.cache_state import TextState
-from dflash_runtime.models.target import Target, find_target_runtime, load_target
+from dflash_runtime.models.target import Target
+from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan

@@ -18,7 +18,7 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.models.hosted import HostedTarget
 from dflash_runtime.models.hosted_loading import load_model
 from dflash_runtime.models.own_cache import OwnCacheTarget
-from dflash_runtime.models.target import find_target_runtime, target_bytes
+from dflash_runtime.models.target_loading import find_target_runtime, target_bytes
 from dflash_runtime.models.text_part import OTHER_PARTS, causal_part
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hosted_models import (

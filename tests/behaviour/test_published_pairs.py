@@ -14,7 +14,8 @@ from dflash_cli import validate
 from dflash_cli.checkpoints.description import describe
 from dflash_cli.terminal import documentation
 from dflash_runtime.errors import UnsupportedError
-from dflash_runtime.models.target import find_target_runtime, target_families
+from dflash_runtime.models.target import target_families
+from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_testing import checkpoints as support
 from dflash_testing.pair_ways import write_target
 from dflash_testing.paths import ROOT

@@ -13,7 +13,7 @@ import pytest
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.target import load_target
+from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.scheduling.request import Request
 from dflash_testing.hosted_models import plain_text
 from dflash_testing.hybrid_cases import HybridCase, HybridPair, draw_case, make_pair, steer

@@ -24,7 +24,8 @@ from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.runs_here import TargetRuntime, how_it_runs, native_families
 from dflash_runtime.errors import MISSING, DFlashError, InvalidConfig
-from dflash_runtime.models.target import _native_config, load_target, target_families
+from dflash_runtime.models.target import family_config, target_families
+from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.target_config import TargetConfig, TargetFacts
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import placement
@@ -281,7 +282,7 @@ def test_two_targets_differ_in_one_line_on_their_layers(tmp_path: Path) -> None:
 
 def answers(source: TargetSource) -> list[tuple[str, str | None]]:
     """Return what `inspect` and `validate` say, and what `generate` does, each with a target's runtime or refusal."""
-    said, done = how_it_runs(source), how_it_runs(source, refuse_native=_native_config, read_decoder=open_decoder)
+    said, done = how_it_runs(source), how_it_runs(source, refuse_native=family_config, read_decoder=open_decoder)
     return [(item.runtime or "refused", None if item.refusal is None else item.refusal.id) for item in (said, done)]
 
 

@@ -18,7 +18,8 @@ from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.drafts.draft import Draft, load_draft
 from dflash_runtime.errors import DFlashError, UnsupportedError
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.models.target import Target
+from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams

@@ -27,7 +27,8 @@ from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import InvalidConfig, UnsupportedError
-from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes, target_families
+from dflash_runtime.models.target import Target, target_families
+from dflash_runtime.models.target_loading import find_target_runtime, load_target, target_bytes
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.handoffs import go_on, hand_off
 from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text

@@ -8,7 +8,8 @@ import pytest
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.errors import UnsupportedError
-from dflash_runtime.models.target import find_target_runtime, target_families
+from dflash_runtime.models.target import target_families
+from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_runtime.target_config import TargetConfig
 from dflash_testing import checkpoints as support
 from dflash_testing.published_targets import TARGETS

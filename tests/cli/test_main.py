@@ -19,6 +19,9 @@ from dflash_cli.checkpoints.references import BUNDLED_DRAFTS, tiny_directory
 from dflash_cli.main import COMMANDS, app
 from dflash_cli.terminal import completion
 from dflash_cli.terminal.command_line import all_commands
+from dflash_runtime.documents import to_json
+from dflash_runtime.kv_transfer.handoff import Handoff, HandoffHeader, TensorSpec
+from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 
@@ -104,6 +107,11 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
         ["generate", "x", "--handoff-out", "absent/x"], ["generate", "x", "--handoff-out", "there.jsonl"],
         ["eval-acceptance", "--prefix-store", "there.jsonl"], ["report", "there.jsonl"],
         ["report", "none.json", "-o", "absent/x.html"], ["compare", "there.jsonl", "there.jsonl"],
+        # a target without a tokenizer, devices that no machine has, addresses, and more positions than a pair has
+        ["generate", "x", "-d", "copy", "-t", "mute"], ["eval-acceptance", "copy", "-t", "mute"],
+        ["generate", "x", "--device-map", "gpus"], ["generate", "x", "--device-map", "empty.json"],
+        ["generate", "x", "--handoff-in", "gloo://host"], ["generate", "x", "--handoff-out", "nccl://host:x"],
+        ["inspect", "copy", "--target", "whole", "--max-model-len", "99999"],
     ),
     3: (
         ["generate", "--handoff-in", "garbled"],
@@ -116,6 +124,11 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
         # a target without weights
         ["generate", "x", "-d", "copy", "-t", "bare"], ["dump", "bare", "--taps", "1", "--output", "dump"],
         *([name, "copy", "-t", "bare"] for name in ("bench", "tune", "eval-acceptance", "diagnose")),
+        # a target without one tensor, with one of integers, and with a tokenizer that is not JSON
+        *([name, "copy", "-t", "halved"] for name in ("bench", "tune", "eval-acceptance", "diagnose")),
+        ["generate", "x", "-k", "0", "-t", "halved"], ["dump", "halved", "--taps", "1", "--output", "dump"],
+        ["generate", "x", "-d", "copy", "-t", "integers"], ["generate", "x", "-d", "copy", "-t", "mumbling"],
+        ["generate", "--handoff-in", "damaged"],
     ),
     4: (
         *([name, "-p", "none.jsonl"] for name in PROMPTED), ["diagnose", "tiny", "-p", "none.jsonl"],
@@ -144,6 +157,33 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
     ),
 }  # fmt: skip
 """Exit code -> commands that are refused before anything is loaded."""
+
+
+def make_targets(home: Path) -> None:
+    """Write copies of the bundled target, each with one fault, and one without faults."""
+    name = b"model.layers.1.self_attn.k_proj.weight"
+    whole = shutil.copytree(tiny_directory() / "target", home / "whole")
+    weights = (whole / "model.safetensors").read_bytes()
+    start = weights.index(b'"BF16"', weights.index(name))
+    for folder, changed in {
+        "halved": weights.replace(name, name.replace(b"k_proj", b"x_proj"), 1),
+        "integers": weights[:start] + b' "I16"' + weights[start + 6 :],
+    }.items():
+        shutil.copytree(whole, home / folder)
+        (home / folder / "model.safetensors").write_bytes(changed)
+    shutil.copytree(whole, home / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(whole, home / "mumbling")
+    (home / "mumbling" / "tokenizer.json").write_text('{"version": ')
+
+
+def make_damaged_handoff(folder: Path) -> None:
+    """Write a hand-off with a sound header and unreadable tensors."""
+    handoff = Handoff(key="a", fingerprint={}, prompt_token_ids=(1,), output_token_ids=(2,), params=SamplingParams(),
+                      seed=0)  # fmt: skip
+    header = HandoffHeader(handoff=handoff, tensors={"target": TensorSpec("float32", (1,), 0)}).sealed
+    folder.mkdir(parents=True)
+    (folder / "handoff.json").write_text(json.dumps(to_json(header)))
+    (folder / "kv.safetensors").write_text("no tensors in here")
 
 
 def test_refusals_come_before_torch(tmp_path: Path) -> None:
@@ -177,6 +217,9 @@ def test_refusals_come_before_torch(tmp_path: Path) -> None:
     unknown = shutil.copytree(tiny_directory() / "target", tmp_path / "unknown")
     config = json.loads((unknown / "config.json").read_text())
     (unknown / "config.json").write_text(json.dumps(config | {"model_type": "hyena"}))
+    make_targets(tmp_path)
+    make_damaged_handoff(tmp_path / "damaged" / "a")
+    (tmp_path / "empty.json").write_text("{}")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text(json.dumps(config))
     wanted = [[arguments, code] for code, commands in REFUSED.items() for arguments in commands]

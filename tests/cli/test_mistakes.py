@@ -40,6 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     config = json.loads((tiny_directory() / "target" / "config.json").read_text())
     packed = config | {"quantization_config": {"quant_method": "quip"}}
     (path / "packed" / "config.json").write_text(json.dumps(packed))
+    for name, changes in (("negative", {"num_hidden_layers": -3}), ("headless", {"num_key_value_heads": 0})):
+        (path / name).mkdir()
+        (path / name / "config.json").write_text(json.dumps(config | changes))
+        shutil.copy(tiny_directory() / "target" / "model.safetensors", path / name)
+    shutil.copytree(path / "draft", path / "integers")
+    weights = (path / "integers" / "model.safetensors").read_bytes()
+    begin = weights.index(b'"F32"', weights.index(b"self_attn.k_proj.weight"))
+    (path / "integers" / "model.safetensors").write_bytes(weights[:begin] + b'"U32"' + weights[begin + 5 :])
     (path / "lines.txt").write_text("one\ntwo\n")
     (path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
     (path / "list.json").write_text("[]")
@@ -78,6 +86,22 @@ MISTAKES: dict[str, tuple[list[str], int, str, str | None]] = {
     "a file of answers as a result": (["card", "rows.jsonl"], 2, "rows-instead-of-result", "one JSON object"),
     "a folder as a server": (["probe", "draft"], 2, "usage-error", "a server's address, such as http://localhost:8000"),
     "too few tokens to time": (["bench", "-n", "4"], 2, "usage-error", None),
+    "a port that does not exist": (
+        ["probe", "http://localhost:99999"],
+        2,
+        "usage-error",
+        "a server's address, such as http://localhost:8000",
+    ),
+    "an output in a file": (["convert", "draft", "list.json/out", "--to", "native"], 2, "parent-is-a-file", None),
+    "a file as hand-offs": (
+        ["generate", "--handoff-in", "list.json"],
+        2,
+        "handoff-folder-is-a-file",
+        "a folder of hand-offs",
+    ),
+    "a target with a wrong number": (["inspect", "negative"], 3, "invalid-config", "1 to 10000 layers"),
+    "a target without heads": (["inspect", "headless"], 3, "invalid-config", "an integer of at least 1"),
+    "a draft of integers": (["convert", "integers", "out", "--to", "native"], 3, "tensor-mismatch", None),
     "a list as a device map": (["generate", "x", "--device-map", "list.json"], 2, "json-not-an-object", "an object"),
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash_testing.paths import ROOT
+from dflash_testing.published_pairs import TARGETS
 
 PACKAGE = ROOT / "runtime" / "dflash_runtime"
 ROOMS = (
@@ -24,7 +25,7 @@ ROOMS = (
 """From bottom to top. A room (folder or module) imports only itself and lower rooms. All other modules are on top."""
 
 TORCH_FREE = ("checkpoint", "scheduling")
-PLAIN = {"dflash_kernels.temperature"}
+PLAIN = {"dflash_kernels.temperature", "dflash_kernels.mxfp4_block"}
 """The modules of the kernels that import nothing."""
 LEVELS = {name: level for level, names in enumerate(ROOMS) for name in names.split()}
 
@@ -86,7 +87,24 @@ def test_torch_is_imported_only_inside_functions(folder: str) -> None:
         assert not at_once & {"torch", "numpy", "transformers", "safetensors", "dflash_kernels"}, file.name
 
 
-def test_checkpoints_and_scheduling_work_without_torch() -> None:
+SHAPES = """
+import json
+from pathlib import Path
+from dflash_runtime.checkpoint.hf_config import read_target_config
+from dflash_runtime.models.target import target_families
+num_listed = 0
+for file in map(Path, FILES):
+    config = json.loads(file.read_text("utf-8"))
+    family = target_families()._items.get(config["model_type"])
+    if family is not None and "quantization_config" not in config:
+        shapes = family.expected_shapes(getattr(family, "read_config", read_target_config)(config, file))
+        num_listed += len(shapes) > 20
+assert num_listed >= 9, num_listed
+"""
+"""Lists the tensors of the published targets in FILES."""
+
+
+def test_checkpoints_scheduling_and_the_tensors_of_targets_need_no_torch() -> None:
     modules = [
         ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
         for folder in TORCH_FREE
@@ -95,6 +113,7 @@ def test_checkpoints_and_scheduling_work_without_torch() -> None:
     code = (
         f"import sys; sys.modules['torch'] = None; sys.path[:0] = {[str(PACKAGE.parent), str(ROOT / 'kernels')]!r}\n"
         f"for name in {modules!r}: __import__(name)\n"
+        f"FILES = {[str(file) for file in sorted(TARGETS.glob('*.json'))]!r}{SHAPES}"
         "kernels = {name for name in sys.modules if name.startswith('dflash_kernels.')}\n"
         f"assert kernels <= {PLAIN!r} and 'numpy' not in sys.modules\n"
     )

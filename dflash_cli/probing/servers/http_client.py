@@ -279,8 +279,12 @@ def base_url(url: str) -> str:
     Raises:
         UsageError: this is not a URL, or it holds a user name or password.
     """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname or Path(url).exists():
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        has_host = bool(parts.hostname) and parts.port != 0  # reading the port checks it
+    except ValueError:
+        has_host = False
+    if not has_host or parts.scheme not in ("http", "https") or Path(url).exists():
         raise UsageError(field="URL", found=url, expected="a server's address, such as http://localhost:8000")
     if parts.username is not None:
         raise UsageError(

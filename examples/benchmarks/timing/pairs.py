@@ -14,7 +14,8 @@ from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import TargetFamily, family_cuts
+from dflash_runtime.models.target import TargetFamily
+from dflash_runtime.models.target_loading import family_cuts
 from dflash_runtime.models.target_shares import share_config
 from dflash_runtime.models.weights import Weights, stack_projections
 from dflash_runtime.ranks.rank_group import ALONE, Ranks

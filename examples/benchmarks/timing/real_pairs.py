@@ -29,7 +29,8 @@ from dflash_runtime.models.hosted import host_model
 from dflash_runtime.models.hosted_attention import TRIAL, register_attention
 from dflash_runtime.models.own_cache_trial import own_cache_target
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, find_target_runtime, target_families
+from dflash_runtime.models.target import Target, target_families
+from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_runtime.models.text_part import causal_part, model_class
 from dflash_runtime.models.weights import Weights, stack_projections
 from dflash_runtime.scheduling.limits import Limits

@@ -1,5 +1,6 @@
 """Which tensors of a draft's file the runtime loads. Needs no torch for the families of `layout.py`."""
 
+from dflash_runtime.checkpoint.element_types import refuse_wrong_dtypes
 from dflash_runtime.checkpoint.files import MASK_FILE
 from dflash_runtime.checkpoint.fp8_format import fp8_matrices, refuse_packed_unless_fp8, scale_tensors
 from dflash_runtime.checkpoint.layout import HEAD, owned_shapes, select_tensors
@@ -15,7 +16,7 @@ def owned_tensors(source: DraftLike) -> tuple[str, ...]:
 
     Raises:
         UnsupportedError: another quantization than FP8, a learned mask embedding, or a family that is not registered.
-        TensorMismatch: lists all missing, unexpected and misshapen tensors.
+        TensorMismatch: lists all missing, unexpected and misshapen tensors, or all matrices of integers.
     """
     checkpoint = source.checkpoint
     refuse_packed_unless_fp8(checkpoint)
@@ -33,4 +34,6 @@ def owned_tensors(source: DraftLike) -> tuple[str, ...]:
     if HEAD not in expected and HEAD in fp8_matrices(checkpoint, [HEAD] if HEAD in shapes else []):
         # A head in FP8 is the draft's own: the target's head, rounded.
         expected = {**expected, HEAD: (source.config.draft_vocab_size, source.config.hidden_size)}
-    return select_tensors(expected, shapes, path=checkpoint.path).load
+    names = select_tensors(expected, shapes, path=checkpoint.path).load
+    refuse_wrong_dtypes((checkpoint.tensors[name] for name in names), checkpoint.path)
+    return names

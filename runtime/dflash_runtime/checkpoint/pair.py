@@ -12,6 +12,9 @@ from dflash_runtime.errors import PairMismatch
 from dflash_runtime.json_values import is_int
 from dflash_runtime.target_config import TargetConfig, TargetFacts
 
+COPY_TARGET = "copy or download the target again"
+"""Hint of errors about a target's files."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:

@@ -58,6 +58,9 @@ UNCAPTURED = "slowly, by transformers over our pages, without CUDA graphs: its c
 FAMILIES = "dflash_runtime.models"
 """The package of native families. Importing it imports no family."""
 
+REGISTERED = re.compile(r'^@TARGETS\.register\("([^"]+)"\)', re.MULTILINE)
+"""The line that registers a model type."""
+
 TRIAL_WORDS = {
     "target-layers-not-found": "its code keeps its decoder layers where a draft cannot tap them",
     "target-cache-differs": "its hidden states with a cache differ from those without",
@@ -214,23 +217,27 @@ def without_native_family(source: TargetSource, families: frozenset[str]) -> Uns
     return not_run(kind, reason, id="target-without-native-family", path=path)
 
 
-def native_families() -> dict[str, bool]:
-    """Return the model types of native families, and whether a family reads configs itself.
+def family_files() -> dict[str, str]:
+    """Return the text of every file that registers a native family, by the name of its module in `FAMILIES`.
 
-    Their files are searched instead of imported, because they import torch.
+    Files are searched instead of imported, because other files of the package import torch.
     """
+    files = (file for folder in import_module(FAMILIES).__path__ for file in sorted(Path(folder).glob("*.py")))
+    texts = {file.stem: _text_of(file) for file in files}
+    return {name: text for name, text in texts.items() if REGISTERED.search(text)}
+
+
+def native_families() -> dict[str, bool]:
+    """Return the model types of native families, and whether a family reads configs itself."""
     found: dict[str, bool] = {}
-    for folder in import_module(FAMILIES).__path__:
-        for file in Path(folder).glob("*.py"):
-            found |= _families_of(file)
+    for text in family_files().values():
+        found |= dict.fromkeys(REGISTERED.findall(text), "def read_config(" in text)
     return found
 
 
 @cache
-def _families_of(file: Path) -> Mapping[str, bool]:
-    text = file.read_text(encoding="utf-8")
-    names = re.findall(r'^@TARGETS\.register\("([^"]+)"\)', text, re.MULTILINE)
-    return dict.fromkeys(names, "def read_config(" in text)
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 def release_note() -> Notice | None:

@@ -10,7 +10,7 @@ from typing import Any
 from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.forked_calls import CallFailed, ForkedCalls
 from dflash_runtime.checkpoint.hf_config import read_token_ids
-from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.pair import COPY_TARGET, TargetSource
 from dflash_runtime.checkpoint.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
 from dflash_runtime.checkpoint.strict_json import regular_size, too_large_json
 from dflash_runtime.errors import CheckpointError, RequestError, UnsupportedError
@@ -47,10 +47,27 @@ class Tokenizer:
 
     @cached_property
     def _hosted(self) -> Any:
+        self._check_json()
         from transformers import AutoTokenizer
 
         with self._naming_failure("loaded"):
             return AutoTokenizer.from_pretrained(self._path, local_files_only=True, trust_remote_code=False)
+
+    def _check_json(self) -> None:
+        """Refuse a file that is not JSON, before transformers is imported, which takes seconds.
+
+        Raises:
+            CheckpointError: names the file.
+        """
+        for file in (self._path / name for name in READ_FILES if name.endswith(".json")):
+            try:
+                if file.exists():
+                    json.loads(file.read_bytes())
+            except (ValueError, RecursionError) as error:
+                raise CheckpointError(
+                    f"not valid JSON: {error}", id="tokenizer-not-loaded", path=file,
+                    hint=COPY_TARGET,
+                ) from error  # fmt: skip
 
     @contextmanager
     def _naming_failure(self, done: str) -> Iterator[None]:

@@ -6,13 +6,14 @@
 from shlex import quote
 
 from dflash_runtime.checkpoint.draft_tensors import owned_tensors
-from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
-from dflash_runtime.checkpoint.runs_here import how_it_runs, native_config, release_note
+from dflash_runtime.checkpoint.pair import COPY_TARGET, DraftLike, TargetSource
+from dflash_runtime.checkpoint.runs_here import how_it_runs, release_note
 from dflash_runtime.device.attention import BACKENDS, check_capability, refuse_without_pages
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, hinting, naming_file
 from dflash_runtime.models.rank_sizes import refuse_split
+from dflash_runtime.models.target import family_config, target_shapes
 from dflash_runtime.scheduling.limits import resolve_num_drafts
 from dflash_runtime.target_config import TargetConfig
 
@@ -28,6 +29,7 @@ def refuse_early(target: TargetSource, draft: DraftLike | None, config: EngineCo
     Raises:
         UnsupportedError: no code runs the target, or no kernels run it.
         CheckpointError: the target's config is malformed, or files of its weights are absent, cut off or malformed.
+        TensorMismatch: a native target lacks tensors, or has some of another shape.
         UsageError: a setting that does not go with tensor parallelism.
         UnsupportedError, TensorMismatch: see `refuse_draft`.
     """
@@ -37,11 +39,13 @@ def refuse_early(target: TargetSource, draft: DraftLike | None, config: EngineCo
     is_known = answer.is_fast or config.wanted_runtime == "native" or release_note() is None
     if answer.refusal is not None and is_known:
         raise answer.refusal
-    with hinting("copy or download the target again"):
+    with hinting(COPY_TARGET):
         target.checkpoint.check_headers()
+        if answer.is_fast:
+            target_shapes(target)
     if not is_known:
         return
-    found = native_config(target) if answer.is_fast else None
+    found = family_config(target) if answer.is_fast else None
     if config.tensor_parallel_size > 1:
         with naming_file(target.checkpoint.config_path):
             refuse_split(target, found, config, is_native=answer.is_fast)

@@ -38,7 +38,8 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.models.kv_scales import read_kv_scales
 from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import Target, find_target_runtime, load_target, target_bytes
+from dflash_runtime.models.target import Target
+from dflash_runtime.models.target_loading import find_target_runtime, load_target, target_bytes
 from dflash_runtime.models.target_shares import share_config
 from dflash_runtime.models.weights import Weights, native_bytes, plain_weights
 from dflash_runtime.notices import Notice

@@ -5,7 +5,7 @@ from dflash_runtime.device.settings import device_of
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.models.rank_sizes import refuse_split
-from dflash_runtime.models.target import find_target_runtime
+from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_runtime.ranks.rank_group import Ranks
 
 

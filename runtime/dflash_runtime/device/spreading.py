@@ -9,8 +9,8 @@ import torch
 from dflash_runtime.checkpoint.strict_json import read_json
 from dflash_runtime.device.host_memory import available_bytes
 from dflash_runtime.device.settings import resolve_device
+from dflash_runtime.engine_config import check_device_map
 from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
-from dflash_runtime.json_values import is_int
 from dflash_runtime.models.placement import Spread
 
 AUTO = "auto"
@@ -46,6 +46,7 @@ def resolve_spread(text: str | None) -> Spread | None:
     if not path.exists():
         raise CheckpointNotFound(field="--device-map", found=text, expected="a file that exists")
     stated = read_json(path)
+    check_device_map(stated, path)
     return Spread({module: _read_device(device, module, path) for module, device in stated.items()})
 
 
@@ -69,8 +70,6 @@ def _read_device(value: Any, field: str, path: Path | None = None) -> int | str:
     """A device as accelerate writes it: the number of a GPU, `cpu` or `disk`."""
     if value == DISK:
         return DISK
-    if not is_int(value) and not isinstance(value, str):
-        raise UsageError(path=path, field=field, found=value, expected="the number of a GPU, cpu or disk")
     try:
         device = resolve_device(value if isinstance(value, str) else f"cuda:{value}")
     except UsageError as error:

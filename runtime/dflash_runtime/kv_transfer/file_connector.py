@@ -21,8 +21,9 @@ from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointError, InvalidHandoff, PeerUnreachable, UsageError, naming_file
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, mark_written
 from dflash_runtime.kv_transfer.connector_futures import settle
-from dflash_runtime.kv_transfer.handoff import Handoff, HandoffHeader
-from dflash_runtime.kv_transfer.handoff_folders import HEADER, TENSORS, header_document, unreadable_handoff
+from dflash_runtime.kv_transfer.handoff import Handoff
+from dflash_runtime.kv_transfer.handoff_folders import HEADER, TENSORS, unreadable_handoff
+from dflash_runtime.kv_transfer.handoff_headers import read_handoff_header
 from dflash_runtime.kv_transfer.payload_bytes import assemble, header_with_checksums
 from dflash_runtime.kv_transfer.receiving import refusal
 from dflash_runtime.kv_transfer.transfer_outputs import transfer_output
@@ -152,25 +153,13 @@ def refusal_file(folder: Path, key: str) -> Path:
     return folder / f".{key}.refused"
 
 
-def read_header(path: Path) -> HandoffHeader:
-    """The header of the hand-off in a folder.
-
-    Raises:
-        InvalidHandoff: the header cannot be read or is malformed.
-        UnsupportedError: a later release wrote it.
-    """
-    document = header_document(path)
-    with naming_file(path / HEADER):
-        return HandoffHeader.read(document)
-
-
 def read_handoff(path: Path) -> Handoff:
     """The hand-off in a folder, checked against its checksums.
 
     Raises:
         InvalidHandoff: a file is malformed, cut short or damaged. Names the file or the folder.
     """
-    header, file = read_header(path), path / TENSORS
+    header, file = read_handoff_header(path), path / TENSORS
     try:
         if header.tensors:
             regular_size(file)  # before the file is opened, because opening a pipe would wait

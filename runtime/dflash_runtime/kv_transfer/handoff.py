@@ -11,12 +11,10 @@ Axis letters: P pages, L layers, W elements of a row's keys in the widest layer.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from dflash_runtime.checkpoint.digests import digest_value
+from dflash_runtime.checkpoint.files import DTYPE_BYTES
 from dflash_runtime.documents import HIDDEN, INLINE, OPTIONAL, Limits, from_json, to_json
 from dflash_runtime.errors import HandoffMismatch, InvalidConfig, InvalidHandoff
 from dflash_runtime.json_values import as_object
@@ -25,6 +23,12 @@ from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import FinishReason
 from dflash_runtime.scheduling.sampling_params import INT64, SamplingParams
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    Tensor = Any  # documents leave out the field with tensors, so readers of headers need no torch
+
 TARGET_PAGES, DRAFT_PAGES = "target", "draft"
 """Names of the tensors with the KV pages of the two models."""
 
@@ -32,8 +36,11 @@ STATE = "state."
 """Prefix of the names of state tensors."""
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "bool"]
-DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(DtypeName)}
-"""The dtypes of payload tensors, by their names in headers."""
+STORED_DTYPES: Mapping[DtypeName, str] = {
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
+    "int64": "I64", "int32": "I32", "bool": "BOOL",
+}  # fmt: skip
+"""dtype of a payload tensor -> its name in safetensors files."""
 
 Count = Annotated[int, Limits(least=0)]
 
@@ -109,12 +116,20 @@ class TensorSpec:
             raise InvalidConfig("shape", list(self.shape), expected, id="wrong-value")
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+    def torch_dtype(self) -> "torch.dtype":
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def stored_dtype(self) -> str:
+        """Its dtype's name in safetensors files."""
+        return STORED_DTYPES[self.dtype]
 
     @property
     def num_bytes(self) -> int:
-        return self.torch_dtype.itemsize * math.prod(self.shape)
+        return int(DTYPE_BYTES[self.stored_dtype]) * math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,23 +1,24 @@
 """The parts that native targets share: embedding, layers, head and their tensors. A family describes its layers.
 
+Importing this file needs no torch, so that a family's tensors are known from headers.
+
 Axis letters: T flat rows, F feature width.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
-import torch
-from torch import Tensor
-
-from dflash_runtime.models.layers import Attend, DecoderLayer, DecoderStack, LayerReader, Linear
-from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.split_ends import SplitEmbedding, SplitHead, padded_rows
-from dflash_runtime.models.weights import Weights, find_matrix
+from dflash_runtime.checkpoint.layout import Shape
 from dflash_runtime.target_config import TargetConfig
 
-PREFIX = "model."
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Shape = tuple[int, ...]
+    from dflash_runtime.models.layers import Attend, DecoderStack, LayerReader, Linear
+    from dflash_runtime.models.placement import Placement
+    from dflash_runtime.models.weights import Weights
+
+PREFIX = "model."
 
 
 class DecoderTarget:
@@ -26,16 +27,15 @@ class DecoderTarget:
     has_head_norms: ClassVar[bool] = False
     """Whether the queries and keys of each head are normalised."""
 
-    read_layer: ClassVar[LayerReader] = DecoderLayer.read
-    """Reads one layer."""
+    def __init__(self, config: TargetConfig, weights: "Weights", placement: "Placement") -> None:
+        from torch import Tensor
 
-    stack: ClassVar[type[DecoderStack]] = DecoderStack
-    """The layers between embedding and head."""
+        from dflash_runtime.models.layers import Linear
+        from dflash_runtime.models.split_ends import SplitEmbedding, SplitHead, padded_rows
+        from dflash_runtime.models.weights import find_matrix
 
-    def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
         self.config = config
-        prefix = self.prefix(config)
-        rows, ranks = weights[f"{prefix}embed_tokens.weight"], placement.ranks
+        rows, ranks = weights[f"{self.prefix(config)}embed_tokens.weight"], placement.ranks
         self.embedding = rows
         head = rows if config.tie_word_embeddings else find_matrix(weights, "lm_head")
         if ranks.size > 1:
@@ -47,7 +47,21 @@ class DecoderTarget:
         self.head = self.make_head(Linear(head, kernels=placement.kernels), config)
         if ranks.size > 1:
             self.head = SplitHead.around(self.head, config.vocab_size, ranks)
-        self._decoder = type(self).stack(weights, prefix, config, placement, type(self).read_layer, ranks)
+        self._decoder = self.make_stack(config, weights, placement)
+
+    @classmethod
+    def make_stack(cls, config: TargetConfig, weights: "Weights", placement: "Placement") -> "DecoderStack":
+        """Return the layers between embedding and head."""
+        from dflash_runtime.models.layers import DecoderStack
+
+        return DecoderStack(weights, cls.prefix(config), config, placement, cls.layer_reader(), placement.ranks)
+
+    @classmethod
+    def layer_reader(cls) -> "LayerReader":
+        """Return the function that reads one layer."""
+        from dflash_runtime.models.layers import DecoderLayer
+
+        return DecoderLayer.read
 
     @classmethod
     def prefix(cls, config: TargetConfig) -> str:
@@ -55,7 +69,7 @@ class DecoderTarget:
         return PREFIX
 
     @classmethod
-    def make_head(cls, head: Linear, config: TargetConfig) -> Linear:
+    def make_head(cls, head: "Linear", config: TargetConfig) -> "Linear":
         """Return the head that multiplies with the weight of `head`."""
         return head
 
@@ -70,13 +84,20 @@ class DecoderTarget:
         return self.config.embedding_scale
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, taps: Sequence[int], wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        token_ids: "Tensor",
+        positions: "Tensor",
+        attend: "Attend",
+        taps: Sequence[int],
+        wanted: "Tensor | None" = None,
+    ) -> "tuple[Tensor, Tensor | None]":
         """See `models.target.Target`. A tap on the last layer gives the residual before the final norm."""
+        import torch
+
         hidden, outputs = self._decoder(self.embed(token_ids), positions, attend, taps, wanted)
         return hidden, torch.cat([outputs[tap] for tap in taps], dim=-1) if taps else None
 
-    def embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: "Tensor") -> "Tensor":
         """Token ids [T] -> the residual stream before the first layer, [T, hidden]."""
         return self.embedding[token_ids]
 

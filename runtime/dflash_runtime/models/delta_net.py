@@ -12,14 +12,10 @@ from torch import Tensor
 from dflash_kernels.delta_rule import Gates
 from dflash_kernels.fp8_weight import Fp8Weight
 from dflash_kernels.suite import Kernels
+from dflash_runtime.models.delta_shapes import INPUTS
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.weights import Matrix, Weights, find_matrix, join_matrices
 from dflash_runtime.target_config import RecurrenceConfig
-
-INPUTS = ("qkv", "b", "a", "z")
-"""The projections of a layer's input: channels, beta, decay, gate of the norm."""
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +81,3 @@ class JoinedInputs:
     def __call__(self, hidden: Tensor) -> dict[str, Tensor]:
         """Normalised rows [T, hidden] -> name of each projection -> rows [T, width]."""
         return dict(zip(self.names, self.linear(hidden).split(self.widths, dim=-1), strict=True))
-
-
-def delta_shapes(config: RecurrenceConfig, hidden_size: int) -> dict[str, Shape]:
-    """Return the tensors of a recurrent layer, by their names in the layer."""
-    heads, channels, values = config.num_value_heads, config.num_channels, config.values_width
-    heights = dict(zip(INPUTS, (channels, heads, heads, values), strict=True))
-    return {
-        **{f"in_proj_{part}.weight": (height, hidden_size) for part, height in heights.items()},
-        "conv1d.weight": (channels, 1, config.num_taps),
-        "A_log": (heads,),
-        "dt_bias": (heads,),
-        "norm.weight": (config.value_size,),
-        "out_proj.weight": (hidden_size, values),
-    }

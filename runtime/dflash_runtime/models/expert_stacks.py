@@ -9,9 +9,8 @@ Experts in FP8 become two stacks of matrices and two stacks of their scales, whi
 Axis letters: E experts, S experts that hold the shared one, F inner width.
 """
 
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,46 +20,10 @@ from torch.nn import functional
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_runtime.checkpoint.layout import Shapes
 from dflash_runtime.errors import UnsupportedError
-from dflash_runtime.target_config import ExpertsConfig
+from dflash_runtime.models.expert_shapes import EXPERT_TENSOR, ExpertSizes, expert_sizes
 
-Shape = tuple[int, ...]
 Matrix = Tensor | Fp8Weight
 M = TypeVar("M", Tensor, Matrix)
-
-_TENSOR = re.compile(r"(.*)\.(?:experts\.(?:(\d{1,9})\.)?|(shared_expert)\.)(gate_up|gate|up|down)_proj(?:\.weight)?")
-"""Owner, number of a single expert, whether the expert is shared, part."""
-
-
-def experts_shapes(experts: ExpertsConfig, hidden: int) -> dict[str, Shape]:
-    """Return the tensors of a layer with experts, by their names in the layer."""
-    shapes: dict[str, Shape] = {"mlp.gate.weight": (experts.num_experts, hidden)}
-    for expert in range(experts.num_experts):
-        shapes |= _shapes_of_one(f"mlp.experts.{expert}", experts.intermediate_size, hidden)
-    if experts.shared_size is not None:
-        shapes |= _shapes_of_one("mlp.shared_expert", experts.shared_size, hidden)
-        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
-    return shapes
-
-
-def _shapes_of_one(name: str, inner: int, hidden: int) -> dict[str, Shape]:
-    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    return {f"{name}.{part}_proj.weight": shape for part, shape in shapes.items()}
-
-
-def with_fused_experts(expected: Shapes, stored: Iterable[str]) -> dict[str, Shape]:
-    """Return the expected tensors, with fused experts instead of single ones in the layers that are stored so."""
-    fused = {name for name in stored if (match := _TENSOR.fullmatch(name)) and match[2] is None and match[3] is None}
-    layers = {owner: layer for owner, layer in _layers(expected).items() if f"{owner}.experts.gate_up_proj" in fused}
-    found: dict[str, Shape] = {}
-    for name, shape in expected.items():
-        match = _TENSOR.fullmatch(name)
-        if match is None or match[2] is None or match[1] not in layers:
-            found[name] = shape
-            continue
-        layer = replace(layers[match[1]], num_shared=0)
-        for part in ("gate_up", "down"):
-            found[f"{match[1]}.experts.{part}_proj"] = layer.stack_shape(part)
-    return found
 
 
 def stack_experts(tensors: Iterable[tuple[str, M]], shapes: Shapes) -> Iterator[tuple[str, M]]:
@@ -68,10 +31,10 @@ def stack_experts(tensors: Iterable[tuple[str, M]], shapes: Shapes) -> Iterator[
 
     Each tensor is copied into its stack at once: memory may not hold all experts twice.
     """
-    layers = _layers(shapes)
+    layers = expert_sizes(shapes)
     stacks: dict[str, _Stack | _Fp8Stack] = {}
     for name, matrix in tensors:
-        match = _TENSOR.fullmatch(name)
+        match = EXPERT_TENSOR.fullmatch(name)
         if match is None or match[1] not in layers:
             yield name, matrix
             continue
@@ -87,33 +50,10 @@ def stack_experts(tensors: Iterable[tuple[str, M]], shapes: Shapes) -> Iterator[
         yield name, cast(Any, stack.joined)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Sizes of a layer's experts."""
-
-    num_experts: int
-    inner: int
-    hidden: int
-    num_shared: int = 0
-
-    def stack_shape(self, part: str) -> Shape:
-        count = self.num_experts + self.num_shared
-        return (count, self.hidden, self.inner) if part == "down" else (count, 2 * self.inner, self.hidden)
-
-    def cut(self, tensor: Tensor, part: str) -> Tensor:
-        """Cut a part of the shared expert into experts: [S, F, hidden], or [S, hidden, F] for `down`."""
-        is_down = part == "down"
-        missing = self.num_shared * self.inner - tensor.shape[1 if is_down else 0]
-        filled = functional.pad(tensor, (0, missing) if is_down else (0, 0, 0, missing))
-        if is_down:
-            return filled.view(self.hidden, self.num_shared, self.inner).transpose(0, 1)
-        return filled.view(self.num_shared, self.inner, self.hidden)
-
-
 class _Stack:
     """The stack of one part of a layer's experts, filled matrix by matrix."""
 
-    def __init__(self, layer: "_Layer") -> None:
+    def __init__(self, layer: ExpertSizes) -> None:
         self._layer = layer
         self._stack: Tensor | None = None
 
@@ -133,13 +73,13 @@ class _Stack:
         whose = whose[expert] if isinstance(expert, int) else whose
         if part in ("gate", "up"):
             whose = whose.narrow(-2, layer.inner if part == "up" else 0, layer.inner)
-        whose.copy_(layer.cut(matrix, part) if is_shared else matrix)
+        whose.copy_(_cut(layer, matrix, part) if is_shared else matrix)
 
 
 class _Fp8Stack:
     """The stacks of the numbers and of the scales of one part of a layer's experts."""
 
-    def __init__(self, layer: "_Layer") -> None:
+    def __init__(self, layer: ExpertSizes) -> None:
         self._layer = layer
         self._values, self._scales = _Stack(layer), _Stack(layer)
         self._input_scale: Tensor | None = None
@@ -180,22 +120,11 @@ class _Fp8Stack:
         self._input_scale = torch.stack(both).amax(0) if both and both[0].numel() else next(iter(both), None)
 
 
-def _layers(shapes: Shapes) -> dict[str, _Layer]:
-    """Return the sizes of every layer with experts, by the owner of its tensors. The `down` tensors have all sizes."""
-    layers: dict[str, _Layer] = {}
-    shared: dict[str, int] = {}
-    for name, shape in shapes.items():
-        match = _TENSOR.fullmatch(name)
-        if match is None or match[4] != "down":
-            continue
-        owner, expert, is_shared, _ = match.groups()
-        if is_shared:
-            shared[owner] = shape[1]
-        elif expert is None:
-            layers[owner] = _Layer(shape[0], inner=shape[2], hidden=shape[1])
-        else:
-            count = max(int(expert) + 1, layers[owner].num_experts if owner in layers else 0)
-            layers[owner] = _Layer(count, inner=shape[1], hidden=shape[0])
-    return {
-        owner: replace(layer, num_shared=-(-shared.get(owner, 0) // layer.inner)) for owner, layer in layers.items()
-    }
+def _cut(sizes: ExpertSizes, tensor: Tensor, part: str) -> Tensor:
+    """Cut a part of the shared expert into experts: [S, F, hidden], or [S, hidden, F] for `down`."""
+    is_down = part == "down"
+    missing = sizes.num_shared * sizes.inner - tensor.shape[1 if is_down else 0]
+    filled = functional.pad(tensor, (0, missing) if is_down else (0, 0, 0, missing))
+    if is_down:
+        return filled.view(sizes.hidden, sizes.num_shared, sizes.inner).transpose(0, 1)
+    return filled.view(sizes.num_shared, sizes.inner, sizes.hidden)

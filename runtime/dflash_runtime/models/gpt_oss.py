@@ -7,19 +7,20 @@ Axis letters: E experts, F inner width.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from dflash_kernels.mxfp4 import BLOCK, arrange_numbers, arrange_scales
+from dflash_kernels.mxfp4_block import BLOCK
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
-from dflash_runtime.checkpoint.layout import SINKS
-from dflash_runtime.models.decoder_target import DecoderTarget, Shape
-from dflash_runtime.models.placement import Placement
+from dflash_runtime.checkpoint.layout import SINKS, Shape
+from dflash_runtime.models.decoder_target import DecoderTarget
 from dflash_runtime.models.target import TARGETS
-from dflash_runtime.models.weights import Weights, with_wide_norms
 from dflash_runtime.target_config import TargetConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dflash_runtime.models.placement import Placement
+    from dflash_runtime.models.weights import Weights
 
 NAMES = {
     ".self_attn.sinks": f".self_attn.{SINKS}", ".mlp.router.": ".mlp.gate.", "_proj_bias": "_proj.bias",
@@ -31,7 +32,9 @@ NAMES = {
 class GptOssTarget(DecoderTarget):
     """A gpt-oss decoder."""
 
-    def __init__(self, config: TargetConfig, weights: Weights, placement: Placement) -> None:
+    def __init__(self, config: TargetConfig, weights: "Weights", placement: "Placement") -> None:
+        from dflash_runtime.models.weights import with_wide_norms
+
         super().__init__(
             config, {_renamed(name): tensor for name, tensor in with_wide_norms(weights).items()}, placement
         )
@@ -42,8 +45,12 @@ class GptOssTarget(DecoderTarget):
         return read_gpt_oss_config(config, path)
 
     @staticmethod
-    def arrange(name: str, tensor: Tensor) -> Tensor:
+    def arrange(name: str, tensor: "Tensor") -> "Tensor":
         """Return a tensor as `Experts` reads it: inner width last, the gate's rows before the rows of `up`."""
+        import torch
+
+        from dflash_kernels.mxfp4 import arrange_numbers, arrange_scales
+
         if name.endswith("_proj") and ".experts." in name:
             tensor = tensor.transpose(1, 2)
         if ".experts.gate_up_proj" in name:

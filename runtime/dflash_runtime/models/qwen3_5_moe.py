@@ -2,8 +2,8 @@
 huggingface/transformers models/qwen3_5_moe/modeling_qwen3_5_moe.py.
 """
 
-from dflash_runtime.models.decoder_target import Shape
-from dflash_runtime.models.expert_stacks import experts_shapes
+from dflash_runtime.checkpoint.layout import Shape
+from dflash_runtime.models.expert_shapes import experts_shapes
 from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.target_config import TargetConfig

@@ -2,8 +2,9 @@
 
 from typing import ClassVar
 
-from dflash_runtime.models.decoder_target import DecoderTarget, Shape
-from dflash_runtime.models.expert_stacks import experts_shapes
+from dflash_runtime.checkpoint.layout import Shape
+from dflash_runtime.models.decoder_target import DecoderTarget
+from dflash_runtime.models.expert_shapes import experts_shapes
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.target_config import TargetConfig
 

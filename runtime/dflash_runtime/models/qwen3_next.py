@@ -5,29 +5,36 @@ Source: huggingface/transformers models/qwen3_next/modeling_qwen3_next.py.
 Axis letters: G key heads.
 """
 
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from dflash_kernels.suite import Kernels
-from dflash_runtime.draft_config import DraftConfig
-from dflash_runtime.models import qwen3_5
-from dflash_runtime.models.decoder_target import Shape
-from dflash_runtime.models.expert_stacks import experts_shapes
-from dflash_runtime.models.layers import DecoderLayer, LayerReader
+from dflash_runtime.checkpoint.layout import Shape
+from dflash_runtime.models.expert_shapes import experts_shapes
 from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import TARGETS
-from dflash_runtime.models.weights import Weights, find_matrix, named_tensors, take_rows
 from dflash_runtime.target_config import RecurrenceConfig, TargetConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dflash_kernels.suite import Kernels
+    from dflash_runtime.draft_config import DraftConfig
+    from dflash_runtime.models.layers import DecoderLayer, LayerReader
+    from dflash_runtime.models.weights import Weights
 
 SPLIT = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
 JOINED = tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkvz", "ba"))
 """The projections of a recurrent layer's input, as Qwen3.5 and Qwen3-Next store them."""
 
 
-def read_layer(weights: Weights, name: str, config: TargetConfig | DraftConfig, kernels: Kernels) -> DecoderLayer:
+def read_layer(
+    weights: "Weights", name: str, config: "TargetConfig | DraftConfig", kernels: "Kernels"
+) -> "DecoderLayer":
     """Read a layer as one of Qwen3.5."""
+    import torch
+
+    from dflash_runtime.models import gated_attention
+    from dflash_runtime.models.weights import find_matrix, named_tensors, take_rows
+
     assert isinstance(config, TargetConfig)
     assert config.recurrence is not None
     if f"{name}.{JOINED[0]}" in weights:
@@ -36,15 +43,17 @@ def read_layer(weights: Weights, name: str, config: TargetConfig | DraftConfig, 
         for part, order in orders.items():
             matrix = qkvz if part in (SPLIT[0], SPLIT[1]) else ba
             weights = {**weights, **named_tensors(f"{name}.{part}", take_rows(matrix, order[:, 0]))}
-    return qwen3_5.read_layer(weights, name, config, kernels)
+    return gated_attention.read_layer(weights, name, config, kernels)
 
 
-def split_inputs(qkvz: Tensor, ba: Tensor, config: RecurrenceConfig) -> dict[str, Tensor]:
+def split_inputs(qkvz: "Tensor", ba: "Tensor", config: RecurrenceConfig) -> "dict[str, Tensor]":
     """Split the joined projections, in which the rows of each key head and of its value heads are adjacent.
 
     qkvz  [G * (2 * key size + 2 * values of a key head), hidden]: of each key head its query, key, values and gates
     ba    [G * 2 * value heads of a key head, hidden]: of each key head beta, then decay, of its value heads
     """
+    import torch
+
     groups, heads = config.num_key_heads, config.num_value_heads // config.num_key_heads
     sizes = (config.key_size, config.key_size, heads * config.value_size, heads * config.value_size)
     by_group = qkvz.unflatten(0, (groups, -1)).split(sizes, dim=1)
@@ -57,7 +66,9 @@ def split_inputs(qkvz: Tensor, ba: Tensor, config: RecurrenceConfig) -> dict[str
 class Qwen3NextTarget(Qwen35Target):
     """A Qwen3-Next decoder."""
 
-    read_layer: ClassVar[LayerReader] = staticmethod(read_layer)
+    @classmethod
+    def layer_reader(cls) -> "LayerReader":
+        return read_layer
 
     @classmethod
     def mixer_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:

@@ -118,7 +118,7 @@ def test_damaged_handoffs_are_refused_before_models_are_loaded(copied: Path) -> 
     whole, text = tensors.read_bytes(), header.read_text()
     tensors.write_bytes(whole[:-100])
     cut = refuse(3, "--draft", "absent", "--target", "absent", "--handoff-in", copied)
-    assert (cut.id, cut.path, cut.found) == ("truncated-handoff", tensors, len(whole) - 100)
+    assert (cut.id, cut.path, cut.found) == ("unreadable-handoff", tensors, len(whole) - 100)
     assert str(len(whole)) in str(cut.expected)
     tensors.unlink()
     gone = refuse(3, "--handoff-in", copied)

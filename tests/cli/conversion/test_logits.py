@@ -17,7 +17,8 @@ from dflash_cli.conversion.spec import ConversionSpec
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.errors import GateFailed
-from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.models.target import Target
+from dflash_runtime.models.target_loading import load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import placement
 from dflash_testing.paths import GOLDEN

@@ -10,7 +10,7 @@ from dflash_testing.transfers import make_handoff
 
 
 def handing(*notes: dict[str, Any]) -> Handing:
-    waiting = [replace(make_handoff(f"{number:05}", number), note=note) for number, note in enumerate(notes)]
+    waiting = [replace(make_handoff(f"{number:05}", number), note=note).header for number, note in enumerate(notes)]
     return Handing(place="folder", is_folder=True, waiting=tuple(waiting))
 
 

@@ -21,7 +21,7 @@ from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.hosted import HostedTarget, load_hosted
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.own_cache import OwnCacheTarget
-from dflash_runtime.models.target import find_target_runtime, load_target
+from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_testing.pairs import ScriptedDraft, placement
 
 Json = dict[str, Any]

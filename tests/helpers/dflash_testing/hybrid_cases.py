@@ -18,7 +18,8 @@ from dflash_runtime.draft_config import ConvolutionConfig, MarkovConfig, Selecto
 from dflash_runtime.drafts.draft import Draft, Drawn, Draws, WalkingDraft, draft_places
 from dflash_runtime.drafts.token_masks import TokenMasks
 from dflash_runtime.models.layers import Attend, PagedKV
-from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.models.target import Target
+from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hosted_models import make_model
 from dflash_testing.pairs import placement, random_draft, random_prompts

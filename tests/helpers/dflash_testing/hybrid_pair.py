@@ -14,7 +14,8 @@ from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.drafts.draft import Draft, load_draft
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.qwen3_5 import Qwen35Target
-from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.models.target import Target
+from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.target_config import RecurrenceConfig, TargetConfig
 from dflash_testing.pairs import placement, random_llm, random_weights

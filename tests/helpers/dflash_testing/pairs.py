@@ -33,7 +33,8 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend, PagedKV, Recall
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.qwen3 import Qwen3Target
-from dflash_runtime.models.target import Target, load_target
+from dflash_runtime.models.target import Target
+from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.target_config import TargetConfig

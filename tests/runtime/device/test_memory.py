@@ -39,7 +39,7 @@ from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.placement import Placement, Spread
-from dflash_runtime.models.target import target_bytes
+from dflash_runtime.models.target_loading import target_bytes
 from dflash_runtime.scheduling.limits import RIDGE_ROWS, Limits
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.sampling_params import SamplingParams
@@ -274,8 +274,9 @@ def test_too_large_a_pair_is_refused_before_a_weight_is_read(
     monkeypatch.setattr(Checkpoint, "load_many", lambda *given: read.append(given))
     monkeypatch.setattr(loading, "load_target", lambda *given: read.append(given))
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**16)
-    command = ("generate", "x", "-d", draft, "-t", target, "--device", "cpu", "--target-runtime", runtime)
-    outcome = support.invoke(*command)
+    (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [1]}\n')
+    command = ("generate", "-p", tmp_path / "ids.jsonl", "-d", draft, "-t", target, "--device", "cpu")
+    outcome = support.invoke(*command, "--target-runtime", runtime)
     assert outcome.code == 6
     assert "0.00 GiB weights of the target in float32 + " in outcome.err
     assert "--dtype bfloat16" in outcome.err

@@ -17,8 +17,8 @@ from dflash_runtime.device.memory_parts import MemoryParts
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import PairMismatch, UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.models import target as target_module
-from dflash_runtime.models import weights
+from dflash_runtime.models import target_loading, weights
+from dflash_runtime.models.target import target_families
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
@@ -36,7 +36,7 @@ def moe_pair(folder: Path) -> Pair:
     """A random mixture of experts, with the shapes that its config asks for, and a draft for it."""
     config = support.target_config(**EXPERTS)
     facts = read_target_config(config, folder)
-    arrays = support.random_arrays(target_module.target_families()["qwen3_moe"].expected_shapes(facts))
+    arrays = support.random_arrays(target_families()["qwen3_moe"].expected_shapes(facts))
     return support.write_checkpoint(folder / "target", config, arrays), support.make_native(folder / "draft")
 
 
@@ -74,7 +74,7 @@ def test_the_estimate_equals_the_tensors_of_an_engine(
         loaded.append(load(*given, **named))
         return loaded[-1]
 
-    monkeypatch.setattr(target_module, "load_weights", load_weights)
+    monkeypatch.setattr(target_loading, "load_weights", load_weights)
     runner = (llm := LLM(*sources, config)).engine.runner
     assert llm.pair.draft_weights is not None
     assert runner.draft_kv is not None

@@ -17,9 +17,11 @@ from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.errors import InvalidConfig, TensorMismatch, UnsupportedError
-from dflash_runtime.models.expert_stacks import stack_experts, with_fused_experts
+from dflash_runtime.models.expert_shapes import with_fused_experts
+from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.target import load_target, target_families
+from dflash_runtime.models.target import target_families
+from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.models.weights import stack_projections
 from dflash_testing.hosted_models import make_model
 from dflash_testing.pairs import placement, random_prompts

@@ -16,7 +16,7 @@ from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, DFlashError, UnsupportedError
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.target import find_target_runtime, load_target, target_bytes
+from dflash_runtime.models.target_loading import find_target_runtime, load_target, target_bytes
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.fp8_models import FORMS, RoundedModel
 from dflash_testing.hosted_models import LINEAR

@@ -23,7 +23,7 @@ from dflash_runtime.models import hosted, hosted_loading
 from dflash_runtime.models.head import ScaledHead
 from dflash_runtime.models.hosted import HostedTarget
 from dflash_runtime.models.hosted_attention import TRIAL, HostedAttention
-from dflash_runtime.models.target import find_target_runtime, load_target
+from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import (
     BODY,

@@ -21,7 +21,7 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.models import hosted_quantization
 from dflash_runtime.models.hosted_loading import load_model
 from dflash_runtime.models.own_cache import OwnCacheTarget
-from dflash_runtime.models.target import find_target_runtime, load_target, target_bytes
+from dflash_runtime.models.target_loading import find_target_runtime, load_target, target_bytes
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import MIXED, host, make_model, plain_text

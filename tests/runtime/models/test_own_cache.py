@@ -16,7 +16,7 @@ from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
 from dflash_runtime.models import own_cache, own_cache_trial
 from dflash_runtime.models.own_cache import LEAST_PADDING, Member, OwnCacheTarget, TextCache
-from dflash_runtime.models.target import find_target_runtime, load_target
+from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_runtime.target_config import OwnCache
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import BODY, OWN_CACHE, OWN_CACHE_DEFAULT, host_own_cache, make_model

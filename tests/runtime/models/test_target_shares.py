@@ -9,7 +9,8 @@ import torch
 from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.split_ends import SplitEmbedding
-from dflash_runtime.models.target import family_cuts, target_families
+from dflash_runtime.models.target import target_families
+from dflash_runtime.models.target_loading import family_cuts
 from dflash_runtime.models.target_shares import Cut, cut_info, share_config
 from dflash_runtime.ranks.rank_group import Ranks
 from dflash_runtime.target_config import ExpertsConfig, RecurrenceConfig, TargetConfig
