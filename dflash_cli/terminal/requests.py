@@ -54,7 +54,7 @@ MAX_INT = 2**63 - 1
 
 OTHER_FLAGS = {
     "--chat": "--apply-chat-template",
-    "--concurrency": "--batch-size --batches --max-num-requests --max-num-seqs --num-concurrent",
+    "--concurrency": "--batch-size --bs --batches --max-num-requests --max-num-seqs --num-concurrent",
     "--dataset": "--task --benchmark --dataset-name",
     "--device": "--gpu --cuda",
     "--draft": "--speculator --draft-model --assistant --drafter --speculative-model --draft-model-path",
@@ -227,7 +227,11 @@ class Parameter:
             return None
         if self.is_list:
             if isinstance(value, str) or not isinstance(value, Sequence):
-                hint = f"in Python: {self.name}=[{value!r}]" if isinstance(value, str) else None
+                hint = (
+                    f"in Python: {self.name}={[part.strip() for part in value.split(',')]}"
+                    if isinstance(value, str)
+                    else None
+                )
                 raise UsageError(field=self.title, found=value, expected=f"a list of {self._expected}", hint=hint)
             return tuple(self._check_one(item) for item in value)
         return self._check_one(value)
