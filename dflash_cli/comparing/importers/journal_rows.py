@@ -11,6 +11,10 @@ from dflash_runtime.errors import UsageError
 from dflash_runtime.metrics import AcceptanceCounts
 
 
+WRITTEN_IF_CHOSEN = {"kv_dtype": "auto", "drafting": "model"}
+"""Settings that the file lacks if they have these values, which the JSON document always states."""
+
+
 @RESULT_FORMATS.register("rows")
 class JournalRows(ResultFormat):
     """The output of `dflash eval-acceptance --output`. A later line about a turn replaces an earlier one."""
@@ -38,7 +42,7 @@ class JournalRows(ResultFormat):
                     raise file.refuse(text, id="malformed-result")
                 counts.add(length - 1, width - 1)
         pooled = pool_conditions(_conversation(turns) for turns in conversations.values())
-        return self.of_counts(file, counts, conversations=pooled, facts=settings)
+        return self.of_counts(file, counts, conversations=pooled, facts={**WRITTEN_IF_CHOSEN, **settings})
 
 
 def _conversation(rows: Sequence[JournalRow]) -> ConversationCounts:
