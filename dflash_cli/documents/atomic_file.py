@@ -34,6 +34,12 @@ def check_parent(path: Path) -> None:
         UsageError: naming the parent.
     """
     parent = path.absolute().parent
+    a_file = next((item for item in (path.parent, *path.parent.parents) if item.exists() and not item.is_dir()), None)
+    if a_file is not None:
+        raise UsageError(
+            "is a file, expected a directory", id="parent-is-a-file", path=a_file, found="a file",
+            expected="a directory", hint="name a path in a directory",
+        )  # fmt: skip
     if not parent.is_dir():
         raise UsageError(
             "no such directory",

@@ -10,7 +10,6 @@ from dflash_runtime.documents import from_json
 from dflash_runtime.errors import UsageError
 from dflash_runtime.metrics import AcceptanceCounts
 
-
 WRITTEN_IF_CHOSEN = {"kv_dtype": "auto", "drafting": "model"}
 """Settings that the file lacks if they have these values, which the JSON document always states."""
 
