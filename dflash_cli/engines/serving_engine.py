@@ -88,7 +88,7 @@ class ServedPair:
 class ServingEngine:
     """A serving engine at one release. The release is a tuple of numbers; empty for an engine without releases.
 
-    also                   names of the same engine that people type, for hints
+    also                   nicknames of the engine, for hints: `trtllm`
     reads                  classes of the dialects that the engine loads
     dialect                name of the dialect for drafts that `convert` writes for this engine
     serves_as_is           names of dialects whose configs need no change

@@ -439,7 +439,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _without_bars(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """The columns and rows that are left after columns of bars, whose heading is empty."""
+    """The table without its columns of bars. A column of bars has an empty heading."""
     is_bar = [not name and {*"".join(row[index] for row in rows)} <= {*BARS} for index, name in enumerate(columns)]
     kept = [index for index in range(len(columns)) if not is_bar[index]]
     return [columns[index] for index in kept], [[row[index] for index in kept] for row in rows]

@@ -85,6 +85,9 @@ OTHER_FLAGS = {
 }
 """Flag -> flags of other programs, for messages about unknown options."""
 
+OTHER_VALUES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64"}
+"""Value -> the value that it means, for messages about unknown values."""
+
 P = ParamSpec("P")
 Q = TypeVar("Q")
 T = TypeVar("T")
@@ -287,7 +290,8 @@ class Parameter:
     def _choose(self, value: Any) -> Any:
         if value in self.choices:
             return value
-        close = closest(str(value), self.choices)
+        close = OTHER_VALUES.get(str(value).lower())
+        close = close if close in self.choices else closest(str(value), self.choices)
         raise UsageError(
             field=self.title,
             found=value,
@@ -450,12 +454,12 @@ def parse_size(text: str) -> int:
     """The number of bytes of `512M`, `20GB`, `1.5GiB` or `4096`. Units are powers of 1,024.
 
     Raises:
-        ValueError: the text is not a size.
+        ValueError: the text is not a size, or is a number below 1,024 without a unit: `24` means GiB to many.
     """
     number = text.strip().upper().removesuffix("IB").removesuffix("B")
     factor = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(number[-1:], 1)
     size = float(number.rstrip("KMGT")) * factor
-    if not 1 <= size < 2**63:
+    if not (1 if factor > 1 else 2**10) <= size < 2**63:
         raise ValueError(text)
     return int(size)
 

@@ -226,7 +226,8 @@ def test_every_option_of_every_command_can_be_set_by_a_variable(name: str, monke
 
 SAMPLES = {"confidence": "0.8", "gpu-memory-utilization": "0.8", "top-p": "0.8", "num-prompts": "8",
            "chat-template-kwargs": '{"a": 1}', "what-if": "kv=fp8", "max-model-len": "64",
-           "max-new-tokens": "8"}  # fmt: skip
+           "max-new-tokens": "8", **dict.fromkeys(("kv-memory", "prefix-store-size", "snapshot-memory",
+           "max-shard-size"), "3G")}  # fmt: skip
 """Option -> a valid value, where 3 is none."""
 
 
