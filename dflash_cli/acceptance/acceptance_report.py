@@ -114,7 +114,7 @@ class Evaluation(Shown):
         return find_shapes(self.base.counts, conversations, self.settings)
 
     def summary(self) -> list[str]:
-        return [headline(self), legend(self)]
+        return [headline(self), *legend(self)]
 
     def shown_tables(self) -> Mapping[str, Table]:
         return tables(self, is_full=False)
@@ -154,7 +154,7 @@ def headline(evaluation: Evaluation) -> str:
     return ", ".join(parts)
 
 
-def legend(evaluation: Evaluation) -> str:
+def legend(evaluation: Evaluation) -> list[str]:
     """Return lines that explain the acceptance length of the headline, its interval and its largest possible value."""
     block = evaluation.total.counts.num_speculative_tokens + 1
     interval = evaluation.total.acceptance_len_interval
@@ -176,7 +176,7 @@ def legend(evaluation: Evaluation) -> str:
         lines.append(f"{mean}: another mean, which includes blocks that a live run skips")
     if evaluation.conditions:
         lines.append("by condition: mean tokens per prompt; difference to the first condition, paired by prompt")
-    return "\n".join([*lines, *evaluation.prompts.lines])
+    return [*lines, *evaluation.prompts.lines]
 
 
 def past_end(total: Summary) -> list[str]:

@@ -46,6 +46,12 @@ TINY_TARGET_NAME = "dflash/tiny-python-target"
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 
 
+HUB_ADDRESS = re.compile(
+    r"^(?:https?://[^/]+|hf:/)/(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([\w.-]+))?"
+)
+"""The address of a repository, as a browser or a file system of the hub shows it."""
+
+
 def bundled_names() -> list[str]:
     """The references of the bundled drafts; `tiny` is also the bundled target."""
     return [*BUNDLED_DRAFTS]
@@ -93,7 +99,7 @@ def fetch_directory(reference: str, role: Role) -> Path:
         is_bundled_name = reference.startswith(f"{TINY}:")
         expected = ", ".join(BUNDLED_DRAFTS) if is_bundled_name else "a directory, org/repo, org/repo@revision, or tiny"
         known = [name for name in BUNDLED_DRAFTS if (name != TINY) == is_bundled_name]
-        close = closest(reference, known) or _close_directory(path)
+        close = _named_by_address(reference) or closest(reference, known) or _close_directory(path)
         raise CheckpointNotFound(
             "no such directory, and not a hub repository",
             id="not-a-reference",
@@ -233,6 +239,12 @@ def _guessing(reference: str) -> Iterator[None]:
         if close is not None:
             error.hint = f"did you mean the directory {close}?"
         raise
+
+
+def _named_by_address(reference: str) -> str | None:
+    """`org/repo` or `org/repo@revision` of the address of a repository."""
+    found = HUB_ADDRESS.match(reference)
+    return "@".join(filter(None, found.groups())) if found is not None else None
 
 
 def _close_directory(path: Path) -> Path | None:

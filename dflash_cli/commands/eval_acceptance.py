@@ -339,7 +339,7 @@ def _measure(answering: "Answering", plan: "EvaluationPlan") -> "tuple[Evaluatio
 def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
     from dflash_cli.acceptance.acceptance_report import TABLE_NOTE, headline, legend, tables
 
-    console.result(*headline(evaluation).split("\n"), *legend(evaluation).split("\n"), TABLE_NOTE)
+    console.result(headline(evaluation), *legend(evaluation), TABLE_NOTE)
     for title, (columns, rows) in tables(evaluation, is_full=show_all).items():
         console.result("")
         console.table(columns, rows, title=title)

@@ -1,5 +1,6 @@
 """`dflash explain`: explain a validation rule, offline."""
 
+import re
 import textwrap
 from dataclasses import dataclass
 from typing import Annotated
@@ -112,8 +113,9 @@ def _find(name: str) -> Rule:
     rules = {rule.id: rule for rule in all_rules()}
     if name.upper() in rules:
         return rules[name.upper()]
+    padded = re.sub(r"(?<=[a-zA-Z])(?=\d$)", "0", name)
     raise UsageError(
-        f"unknown rule {name!r}{guess(name, rules)}",
+        f"unknown rule {name!r}{guess(padded, rules)}",
         id="unknown-rule",
         field="ID",
         found=name,

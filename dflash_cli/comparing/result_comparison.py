@@ -239,11 +239,18 @@ def shown_change(values: tuple[Any, Any]) -> str:
 
 
 def _unlike(base: MeasuredResult, other: MeasuredResult, *, is_paired: bool) -> dict[str, tuple[Any, Any]]:
-    """Return facts that both results state and that differ, except facts that do not affect the measurement."""
+    """Return facts that both results state and that differ, except facts that do not affect the measurement.
+
+    A fact that one of two files of the same program and release lacks is None there: an option without a value.
+    """
     was, is_now = ({"definition": item.definition, **item.facts} for item in (base, other))
     shared = was.keys() & is_now.keys()
+    if base.source == other.source and "dflash" in shared and was["dflash"] == is_now["dflash"]:
+        shared = was.keys() | is_now.keys()
     told = {name for name, digest in SAME_BY_DIGEST.items() if digest in shared}
     told |= set() if is_paired else {"rendered_prompts_digest"}
     return {
-        name: (was[name], is_now[name]) for name in sorted(shared - NOT_MEASURED - told) if was[name] != is_now[name]
+        name: (was.get(name), is_now.get(name))
+        for name in sorted(shared - NOT_MEASURED - told)
+        if was.get(name) != is_now.get(name)
     }

@@ -34,11 +34,11 @@ def check_parent(path: Path) -> None:
         UsageError: naming the parent.
     """
     parent = path.absolute().parent
-    nearest = next((folder for folder in path.parents if folder.exists()), None)
-    if nearest is not None and not nearest.is_dir():
+    a_file = next((item for item in (path.parent, *path.parent.parents) if item.exists() and not item.is_dir()), None)
+    if a_file is not None:
         raise UsageError(
-            "is a file, expected a directory", id="parent-is-a-file", path=nearest,
-            hint="name a file or folder in another directory",
+            "is a file, expected a directory", id="parent-is-a-file", path=a_file, found="a file",
+            expected="a directory", hint="name a path in a directory",
         )  # fmt: skip
     if not parent.is_dir():
         raise UsageError(

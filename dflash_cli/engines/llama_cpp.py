@@ -57,6 +57,7 @@ class LlamaCpp(ServingEngine):
     """llama.cpp. Its converter reads native drafts."""
 
     name: ClassVar[str] = NAME
+    also: ClassVar[tuple[str, ...]] = ("llama-server", "ggml", "gguf")
     reads: ClassVar[tuple[type[Format], ...]] = (Native, DSparkSpeculators, Gguf)
     serves_as_is: ClassVar[frozenset[str]] = frozenset({"gguf"})
     follows_reference: ClassVar[bool] = True

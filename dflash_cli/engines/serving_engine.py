@@ -88,6 +88,7 @@ class ServedPair:
 class ServingEngine:
     """A serving engine at one release. The release is a tuple of numbers; empty for an engine without releases.
 
+    also                   nicknames of the engine, for hints: `trtllm`
     reads                  classes of the dialects that the engine loads
     dialect                name of the dialect for drafts that `convert` writes for this engine
     serves_as_is           names of dialects whose configs need no change
@@ -103,6 +104,7 @@ class ServingEngine:
     """
 
     name: ClassVar[str]
+    also: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[tuple[type[Format], ...]]
     habits: ClassVar[Mapping[Habit, Outcome]] = {}
     releases: ClassVar[tuple[Release, ...]] = ()
@@ -342,7 +344,7 @@ def words_of(options: Mapping[str, object]) -> list[str]:
 
 @cache
 def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
-    """The engines of a text such as `vllm@0.33,sglang`. `vLLM==0.33` and `vllm:0.33` are understood too.
+    """The engines of a text such as `vllm@0.33,sglang`. `vLLM==0.33.0+cu129` and `vllm:v0.33` are understood too.
 
     A release above the newest known release is read as that release, with one logged warning.
 
@@ -390,13 +392,14 @@ def _parse(text: str) -> ServingEngine:
     name, _, release = re.sub(r"\s*(==?|[:@\s])\s*", "@", text).partition("@")
     known = {engine.name: engine for engine in all_engines()}
     if name.lower() not in known:
-        close = closest(name, known)
-        guess = f"; did you mean {close}?" if close else ""
+        words = {word: engine.name for engine in all_engines() for word in (engine.name, *engine.also)}
+        close = closest(re.sub(r"[-_ ]?v?\d.*", "", name) or name, words)
+        guess = f"; did you mean {words[close]}?" if close else ""
         raise _refused("unknown-engine", name, f"unknown engine {name!r}{guess} (known: {known_engines()})")
     engine = known[name.lower()]
     if not release:
         return engine(engine.ends()[-1])
-    numbers = engine.read_release(release)
+    numbers = engine.read_release(re.sub(r"^v(?=\d)|(\.post\d+)?(\+.*)?$", "", release))
     if numbers is not None and any(numbers[: len(item)] == item for item in engine.releases):
         return engine(numbers)
     if numbers is None or numbers < engine.ends()[-1] or not engine.releases:

@@ -43,6 +43,7 @@ class TensorrtLlm(ServingEngine):
     """TensorRT-LLM with decoding_type DFlash. It builds the draft by its model_type, and borrows embedding and head."""
 
     name: ClassVar[str] = NAME
+    also: ClassVar[tuple[str, ...]] = ("trtllm", "trt-llm", "tensorrt")
     reads: ClassVar[tuple[type[Format], ...]] = (Native,)
     follows_reference: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False

@@ -58,6 +58,7 @@ class Transformers(ServingEngine):
     """z-lab's package on a release of transformers."""
 
     name: ClassVar[str] = NAME
+    also: ClassVar[tuple[str, ...]] = ("hf", "z-lab", "huggingface")
     reads: ClassVar[tuple[type[Format], ...]] = (Native,)
     read_families: ClassVar[frozenset[str]] = frozenset({"dflash", "dflash2"})
     releases: ClassVar[tuple[Release, ...]] = ((5, 23),)

@@ -33,7 +33,7 @@ def to_html(results: Sequence[StoredEvaluation], figures: Sequence[Figure]) -> s
         subtitle="Tokens per verify step, in total, by position and by category",
         results=[_result(item) for item in results],
         notes=[item.prompts.warning for item in evaluations[:1] if item.prompts.warning],
-        legend=legend(evaluations[0]).replace("\n", "; "),
+        legend="; ".join(legend(evaluations[0])),
         figures=[(figure, page_svg(figure, number)) for number, figure in enumerate(figures)],
         rejected=REJECTED,
         colours=COLOURS,

@@ -49,7 +49,7 @@ def _differences(comparison: Comparison) -> str:
 
 def evaluation_to_markdown(evaluation: Evaluation, title: str = "Acceptance") -> str:
     """Return the report of one evaluation. Backslashes keep the lines of the legend apart."""
-    explained = "\\\n".join(map(as_text, [*legend(evaluation).splitlines(), TABLE_NOTE]))
+    explained = "\\\n".join(map(as_text, [*legend(evaluation), TABLE_NOTE]))
     lines = [f"# {as_text(title)}", "", f"**{as_text(headline(evaluation))}**", "", explained, ""]
     if evaluation.prompts.warning is not None:
         lines += [f"Note: {as_text(evaluation.prompts.warning)}.", ""]

@@ -16,7 +16,7 @@ Typer splits the arguments, calls the command and completes words. The code here
 import inspect
 import json
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -277,6 +277,10 @@ def request_class(function: Callable[..., None]) -> type[Request]:
     return found
 
 
+NOT_TYPED: tuple[Any, ...] = (None, (), [])
+"""Values of Typer for a parameter that is not typed."""
+
+
 def read_request(kind: type[Request], typed: Mapping[str, Any]) -> Request:
     """The request of typed texts by parameter name. None or an empty list means that an option is not given.
 
@@ -287,7 +291,7 @@ def read_request(kind: type[Request], typed: Mapping[str, Any]) -> Request:
     given = _moved_up(parameters, typed)
     values = {}
     for item in parameters:
-        if given[item.name] not in (None, (), []):
+        if given[item.name] not in NOT_TYPED:
             values[item.name] = item.read(given[item.name])
         elif item.is_required:
             raise UsageError(
@@ -299,7 +303,9 @@ def read_request(kind: type[Request], typed: Mapping[str, Any]) -> Request:
     try:
         return kind(**values)
     except UsageError as error:
-        origin = next((item.origin for item in parameters if error.field in (item.title, item.name)), "")
+        origin = next(
+            (item.origin for item in _untyped(parameters, given) if error.field in (item.title, item.name)), ""
+        )
         if origin and not error.hint:
             error.hint = f"{error.field} is set in {origin}"
         raise
@@ -343,19 +349,24 @@ def _callback(entry: Entry, function: Callable[..., None], kind: type[Request]) 
             if error.id == "missing-argument" and entry.examples:
                 error.hint = f"as in: {console.as_typed(entry.examples[0])}"
             raise
-        _tell_defaults(request)
+        _tell_defaults(request, values)
         function(request)
 
     items = (*parameters_of(kind), *([JSON] if entry.has_json else []), *COMMON)
     return _with_parameters(run, [*(found for item in items for found in _for_typer(item)), HELP_ALL])
 
 
-def _tell_defaults(request: Request) -> None:
+def _tell_defaults(request: Request, typed: Mapping[str, Any]) -> None:
     """Print the options that dflash.toml or a variable decided."""
-    found = [item for item in parameters_of(type(request)) if item.origin]
+    found = _untyped(parameters_of(type(request)), _moved_up(parameters_of(type(request)), typed))
     used = [f"{_as_option(item)} ({item.origin})" for item in found if getattr(request, item.name) == item.default]
     if used:
         console.note(Notice(f"defaults: {', '.join(used)}", id="defaults-used"))
+
+
+def _untyped(parameters: Iterable[Parameter], given: Mapping[str, Any]) -> list[Parameter]:
+    """The parameters with a default of dflash.toml or of a variable that are not typed."""
+    return [item for item in parameters if item.origin and given[item.name] in NOT_TYPED]
 
 
 def _as_option(item: Parameter) -> str:

@@ -28,7 +28,7 @@ WORDS = {
 
 
 BREAKS = (":", "@")
-"""Characters at which bash splits words. `tiny:dfl` reaches a program as three words."""
+"""Characters at which bash splits words. `tiny:dfl` reaches a program as three words, and so does `--engine=vl`."""
 
 
 @contextmanager
@@ -57,6 +57,9 @@ def _join_words() -> str:
     for word in words:
         if joined and (word in BREAKS or joined[-1].endswith(BREAKS)):
             joined[-1] += word
+        elif joined and word == "=" and joined[-1].startswith("--"):
+            places.append(len(joined))  # the value begins here
+            continue
         else:
             joined.append(word)
         places.append(len(joined) - 1)

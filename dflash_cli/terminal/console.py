@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
+BARS = "█░#-"
+"""Characters of bars, also on ASCII terminals."""
+
 ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
 """Characters of tables and their replacements for ASCII terminals."""
 
@@ -196,7 +199,10 @@ def confirm(question: str) -> bool:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
-    """Print a table on stdout. Columns of numbers are right-aligned, other columns left-aligned."""
+    """Print a table on stdout. Columns of numbers are right-aligned, other columns left-aligned.
+
+    A terminal that is too narrow for the table gets no column of bars.
+    """
     rows = [[_encodable(safe_line(str(cell))) for cell in row] for row in rows]
     columns, title = list(map(safe_line, columns)), safe_line(title) if title else None
     if not is_terminal():
@@ -205,13 +211,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     from rich.table import Table
     from rich.text import Text
 
+    terminal = _rich_stdout()
+    if sum(_widths([columns, *rows])) + 2 * (len(columns) - 1) > terminal.width:
+        columns, rows = _without_bars(columns, rows)
     drawn = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=any(columns))
     for index, column in enumerate(columns):
         justify: Literal["left", "right"] = "right" if _is_column_numeric(rows, index) else "left"
         drawn.add_column(Text(column), justify=justify, overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(cell, style=SEVERITY_STYLES.get(cell, "")) for cell in row))
-    _rich_stdout().print(drawn)
+    terminal.print(drawn)
 
 
 def is_terminal() -> bool:
@@ -220,8 +229,9 @@ def is_terminal() -> bool:
 
 
 def has_colours(stream: TextIO) -> bool:
-    """Whether a stream gets colours: a terminal without NO_COLOR, or any stream with FORCE_COLOR alone."""
-    return not os.environ.get("NO_COLOR") and (stream.isatty() or bool(os.environ.get("FORCE_COLOR")))
+    """Whether a stream gets colours: a terminal that is not dumb, or any with FORCE_COLOR, and none with NO_COLOR."""
+    is_capable = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return not os.environ.get("NO_COLOR") and (is_capable or bool(os.environ.get("FORCE_COLOR")))
 
 
 def dim(text: str) -> str:
@@ -406,7 +416,7 @@ def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: s
     from rich.cells import cell_len
 
     shown = [columns, *rows] if any(columns) else rows
-    widths = [max((cell_len(row[index]) for row in shown), default=0) for index in range(len(columns))]
+    widths = _widths(shown) or [0] * len(columns)
     rights = [_is_column_numeric(rows, index) for index in range(len(columns))]
     for line in [title] if title else []:
         result(line)
@@ -419,6 +429,20 @@ def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: s
         while parts and not parts[-1][0].strip():
             parts.pop()
         spans(parts)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The width of each column in cells of the terminal."""
+    from rich.cells import cell_len
+
+    return [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+
+
+def _without_bars(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """The table without its columns of bars. A column of bars has an empty heading."""
+    is_bar = [not name and {*"".join(row[index] for row in rows)} <= {*BARS} for index, name in enumerate(columns)]
+    kept = [index for index in range(len(columns)) if not is_bar[index]]
+    return [columns[index] for index in kept], [[row[index] for index in kept] for row in rows]
 
 
 def _rich_stdout() -> "Console":

@@ -99,16 +99,17 @@ def set_defaults(
     Raises:
         UsageError: a value has the wrong type or is outside its limits, or the option belongs to one run.
     """
-    found = {}
-    for item in parameters:
-        option = item.flag.lstrip("-")
-        fitting = [setting for setting in settings if option and setting.is_for(command, option)]
-        if item.option.ignores_shared:
-            fitting = [setting for setting in fitting if not setting.is_shared(option)]
-        if fitting:
-            setting = max(fitting, key=lambda setting: setting.strength(option))
-            found[item.name] = (_read(setting, item), setting.origin)
-    return found
+    chosen = [(item, _strongest(command, item, settings)) for item in parameters]
+    return {item.name: (_read(found, item), found.origin) for item, found in chosen if found is not None}
+
+
+def _strongest(command: str, item: Parameter, settings: Iterable[Setting]) -> Setting | None:
+    """The setting that decides the default of an option of a command, or None."""
+    option = item.flag.lstrip("-")
+    fitting = [setting for setting in settings if option and setting.is_for(command, option)]
+    if item.option.ignores_shared:
+        fitting = [setting for setting in fitting if not setting.is_shared(option)]
+    return max(fitting, key=lambda setting: setting.strength(option), default=None)
 
 
 def list_defaults(commands: Sequence[str], parameters_of: ParametersOf) -> list[SetDefault]:
@@ -121,17 +122,19 @@ def list_defaults(commands: Sequence[str], parameters_of: ParametersOf) -> list[
     unknown = [error for item, error in find_unknown(None, settings, commands, parameters_of) if item.folder]
     if unknown:
         raise unknown[0]
-    decided: dict[tuple[str, str], list[str]] = {}
+    decided: dict[tuple[str, str], tuple[Setting, list[str]]] = {}
     for command in commands if settings else ():
         parameters = parameters_of(command)
-        options = {item.name: item.flag.lstrip("-") for item in parameters}
-        for name, (_, origin) in set_defaults(command, parameters, settings).items():
-            decided.setdefault((origin, options[name]), []).append(command)
+        for item in parameters:
+            setting = _strongest(command, item, settings)
+            if setting is not None:
+                _read(setting, item)
+                option = item.flag.lstrip("-")
+                decided.setdefault((setting.origin, option), (setting, []))[1].append(command)
     return [
-        SetDefault(option=option, value=next(item.value for item in settings if item.origin == origin), origin=origin,
-                   commands=tuple(found))
-        for (origin, option), found in decided.items()
-    ]  # fmt: skip
+        SetDefault(option=option, value=setting.value, origin=origin, commands=tuple(found))
+        for (origin, option), (setting, found) in decided.items()
+    ]
 
 
 def find_unknown(
@@ -240,7 +243,7 @@ def _settings_of_file(path: Path, source: int, tables: set[str]) -> Iterator[Set
 
     shown = _shown(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin files with a byte order mark
         document = tomllib.loads(text)
     except OSError as error:
         raise UsageError(
@@ -256,7 +259,7 @@ def _settings_of_file(path: Path, source: int, tables: set[str]) -> Iterator[Set
         is_table = name in tables and isinstance(value, dict)
         for key, one in value.items() if is_table else [(name, value)]:
             table = name if is_table else ""
-            line = lines.get((table, key) if table else (key,))
+            line = lines.get((table, key)) or lines.get((table,)) if table else lines.get((key,))
             origin = f"{shown}:{line}" if line else shown
             yield Setting(source=source, table=table, key=key, value=one, origin=origin, folder=path.parent)
 

@@ -143,6 +143,11 @@ def _cache() -> Path:
     return Path(os.path.expandvars(named)).expanduser()
 
 
+OTHERS_SHOWN = ("CUDA_VISIBLE_DEVICES", "NO_COLOR", "FORCE_COLOR")
+SET_BY_MAIN = ("TRANSFORMERS_VERBOSITY", "error")
+"""The variable that `main` sets if the user has not set it. It says nothing about the machine."""
+
+
 def _free(path: Path) -> int | None:
     there = next((item for item in (path, *path.parents) if item.exists()), None)
     return shutil.disk_usage(there).free if there is not None else None
@@ -152,11 +157,8 @@ def _variables() -> dict[str, str]:
     """Environment variables of the hub and of dflash. The value of a secret is `set` or `empty`."""
     shown = {}
     for name, value in sorted(os.environ.items()):
-        if not name.startswith(("HF_", "DFLASH_", "HUGGING_FACE_", "TRANSFORMERS_")) and name not in (
-            "CUDA_VISIBLE_DEVICES",
-            "NO_COLOR",
-            "FORCE_COLOR",
-        ):
+        is_shown = name.startswith(("HF_", "DFLASH_", "HUGGING_FACE_", "TRANSFORMERS_")) or name in OTHERS_SHOWN
+        if not is_shown or (name, value) == SET_BY_MAIN:
             continue
         is_secret = any(part in name for part in SECRETS) and not name.endswith("_PATH")
         shown[name] = ("set" if value else "empty") if is_secret else value

@@ -99,7 +99,7 @@ class GrammarOptions(Request):
         except ValueError:
             tools = None
         if not (isinstance(tools, list) and tools and all(isinstance(item, dict) for item in tools)):
-            found, expected = str(self.tools), "a file with a JSON list of tools"
+            found, expected = str(self.tools), "a file with a JSON list of one or more tools"
             raise UsageError(id="tools-not-a-list", field="--tools", found=found, expected=expected)
         return tools
 

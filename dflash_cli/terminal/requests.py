@@ -54,7 +54,7 @@ MAX_INT = 2**63 - 1
 
 OTHER_FLAGS = {
     "--chat": "--apply-chat-template",
-    "--concurrency": "--batch-size --batches --max-num-requests --max-num-seqs --num-concurrent",
+    "--concurrency": "--batch-size --bs --batches --max-num-requests --max-num-seqs --num-concurrent",
     "--dataset": "--task --benchmark --dataset-name",
     "--device": "--gpu --cuda",
     "--draft": "--speculator --draft-model --assistant --drafter --speculative-model --draft-model-path",
@@ -84,6 +84,9 @@ OTHER_FLAGS = {
     "--to": "--format --dialect --target-format",
 }
 """Flag -> flags of other programs, for messages about unknown options."""
+
+OTHER_VALUES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64"}
+"""Value -> the value that it means, for messages about unknown values."""
 
 P = ParamSpec("P")
 Q = TypeVar("Q")
@@ -227,7 +230,11 @@ class Parameter:
             return None
         if self.is_list:
             if isinstance(value, str) or not isinstance(value, Sequence):
-                hint = f"in Python: {self.name}=[{value!r}]" if isinstance(value, str) else None
+                hint = (
+                    f"in Python: {self.name}={[part.strip() for part in value.split(',')]}"
+                    if isinstance(value, str)
+                    else None
+                )
                 raise UsageError(field=self.title, found=value, expected=f"a list of {self._expected}", hint=hint)
             return tuple(self._check_one(item) for item in value)
         return self._check_one(value)
@@ -283,7 +290,8 @@ class Parameter:
     def _choose(self, value: Any) -> Any:
         if value in self.choices:
             return value
-        close = closest(str(value), self.choices)
+        close = OTHER_VALUES.get(str(value).lower())
+        close = close if close in self.choices else closest(str(value), self.choices)
         raise UsageError(
             field=self.title,
             found=value,
@@ -446,12 +454,12 @@ def parse_size(text: str) -> int:
     """The number of bytes of `512M`, `20GB`, `1.5GiB` or `4096`. Units are powers of 1,024.
 
     Raises:
-        ValueError: the text is not a size.
+        ValueError: the text is not a size, or is a number below 1,024 without a unit: `24` means GiB to many.
     """
     number = text.strip().upper().removesuffix("IB").removesuffix("B")
     factor = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(number[-1:], 1)
     size = float(number.rstrip("KMGT")) * factor
-    if not 1 <= size < 2**63:
+    if not (1 if factor > 1 else 2**10) <= size < 2**63:
         raise ValueError(text)
     return int(size)
 

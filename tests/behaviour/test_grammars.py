@@ -14,7 +14,7 @@ import torch
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.draft_config import MarkovConfig
 from dflash_runtime.drafts.draft import Draft
-from dflash_runtime.errors import DFlashError, UnsupportedError
+from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.grammar import Grammar
@@ -33,6 +33,7 @@ from dflash_testing.pairs import (
     random_target,
     target_logits,
 )
+from dflash_testing.refusals import refuses
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -225,6 +226,13 @@ def test_parameters_with_a_grammar_survive_json() -> None:
 def test_a_grammar_that_cannot_be_followed_is_refused(params: SamplingParams, error_id: str) -> None:
     (output,) = llm_with("tiny").generate(PROMPTS[:1], params)
     assert output.error_id == error_id
+
+
+def test_a_refused_expression_names_the_reason_of_its_parser() -> None:
+    """Its message quotes the expression first."""
+    with refuses(RequestError, "grammar-refused", field="regex", found="a(?=b)") as refused:
+        Grammar("regex", "a(?=b)").compiled()
+    assert "look-ahead" in refused.value.message
 
 
 def test_a_grammar_without_tokens_for_it_ends_the_request() -> None:

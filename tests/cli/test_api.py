@@ -157,6 +157,12 @@ def test_an_argument_without_its_keyword_is_refused_by_naming_it() -> None:
     with refuses(UsageError, field="--engine", found="vllm") as refused:
         dflash_cli.validate(draft="tiny", engine="vllm")  # type: ignore[call-overload]
     assert refused.value.hint == "in Python: engine=['vllm']"
+    with refuses(UsageError, field="--engine") as refused:
+        dflash_cli.validate(draft="tiny", engine="vllm, sglang")  # type: ignore[call-overload]
+    assert refused.value.hint == "in Python: engine=['vllm', 'sglang']"
+    with refuses(UsageError, field="--dtype", found="bf16") as refused:
+        dflash_cli.generate(prompts=["x"], dtype="bf16")  # type: ignore[call-overload]
+    assert "bfloat16?" in (refused.value.hint or "")
 
 
 def test_a_pair_is_diagnosed(monkeypatch: pytest.MonkeyPatch) -> None:

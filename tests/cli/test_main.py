@@ -254,6 +254,9 @@ def test_refusals_come_before_torch(tmp_path: Path) -> None:
         ("dflash validate tiny : d", {"dflash2", "dspark"}),
         ("dflash validate tiny :", {"reduced", "dflash2", "dspark"}),
         ("dflash validate tiny : dspark -e vllm @ 0.33", {"0.33"}),
+        ("dflash validate tiny --engine = sg", {"sglang", "sglang@0.5.23"}),
+        ("dflash validate --target =", {"tiny"}),
+        ("dflash bench --draft = tiny : d", {"dflash2", "dspark"}),
     ],
 )
 def test_words_are_completed(typed: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +358,8 @@ def test_help_is_there_at_once(arguments: list[str], limit: float) -> None:
 
 
 FLAGS = {
-    "--batch-size": "--concurrency", "--limit": "--num-prompts", "--num-samples": "--num-prompts",
+    "--batch-size": "--concurrency", "--bs": "--concurrency", "--limit": "--num-prompts",
+    "--num-samples": "--num-prompts",
     "--max_new_tokens": "--max-new-tokens", "--max-tokens": "--max-new-tokens", "--model": "--target",
     "--MODEL": "--target", "--out": "--output", "--tp": "--tensor-parallel", "--cuda": "--device",
     "--format": "--json", "--speculative-model": "--draft", "--gpu-memory": "--gpu-memory-utilization",

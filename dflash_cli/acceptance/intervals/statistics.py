@@ -38,9 +38,8 @@ class Interval:
 def limit_text(num_prompts: int, confidence: float) -> str:
     """`64 distinct prompts can lack a kind of prompt that is rarer than 1 in 21`, at the interval's error rate."""
     share = ShareOfPrompts(0, num_prompts).upper(1 - confidence)
-    return (
-        f"{plural(num_prompts, 'distinct prompt')} can lack a kind of prompt that is rarer than 1 in {int(1 / share)}"
-    )
+    rarity = f"1 in {int(1 / share)}" if share <= 0.5 else f"{share:.0%}"
+    return f"{plural(num_prompts, 'distinct prompt')} can lack a kind of prompt that is rarer than {rarity}"
 
 
 def value_text(value: float | None, interval: Interval | None = None, form: str = ".3f") -> str:

@@ -10,6 +10,9 @@ from dflash_runtime.documents import from_json
 from dflash_runtime.errors import UsageError
 from dflash_runtime.metrics import AcceptanceCounts
 
+WRITTEN_IF_CHOSEN = {"kv_dtype": "auto", "drafting": "model"}
+"""Settings that the file lacks if they have these values, which the JSON document always states."""
+
 
 @RESULT_FORMATS.register("rows")
 class JournalRows(ResultFormat):
@@ -38,7 +41,7 @@ class JournalRows(ResultFormat):
                     raise file.refuse(text, id="malformed-result")
                 counts.add(length - 1, width - 1)
         pooled = pool_conditions(_conversation(turns) for turns in conversations.values())
-        return self.of_counts(file, counts, conversations=pooled, facts=settings)
+        return self.of_counts(file, counts, conversations=pooled, facts={**WRITTEN_IF_CHOSEN, **settings})
 
 
 def _conversation(rows: Sequence[JournalRow]) -> ConversationCounts:

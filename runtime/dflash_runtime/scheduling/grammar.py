@@ -34,11 +34,18 @@ class Grammar:
             is_wrong, messages = True, [str(error)]
         if is_wrong:
             raise RequestError(
-                f"the grammar cannot be used: {messages[0].splitlines()[0]}",
+                f"the grammar cannot be used: {_reason(messages[0])}",
                 id="grammar-refused", field=self.kind, found=self.text,
                 hint="llguidance's documentation lists the parts of JSON Schema, regular expressions and Lark it reads",
             )  # fmt: skip
         return made
+
+
+def _reason(message: str) -> str:
+    """The first line of a message, with the reason that a parser of expressions gives below its quotation."""
+    first, *rest = message.splitlines()
+    reason = next((line.removeprefix("error:") for line in rest if line.startswith("error:")), "")
+    return f"{first}{reason}"
 
 
 def import_llguidance() -> Any:

@@ -224,6 +224,21 @@ def test_the_bundled_pair() -> None:
             fetch_directory(f"tiny:{name}", Role.TARGET)
 
 
+@pytest.mark.parametrize(
+    ("address", "meant"),
+    [
+        ("https://huggingface.co/org/repo", "org/repo"),
+        ("https://huggingface.co/org/repo/tree/v2", "org/repo@v2"),
+        ("hf://org/repo/config.json", "org/repo"),
+        ("https://huggingface.co/datasets/org/repo", None),
+    ],
+)
+def test_the_address_of_a_repository_is_read_for_a_hint(address: str, meant: str | None) -> None:
+    with refuses(CheckpointNotFound, "not-a-reference", path=address) as refused:
+        fetch_directory(address, Role.DRAFT)
+    assert (f"{meant}?" in (refused.value.hint or "")) is (meant is not None)
+
+
 @pytest.mark.parametrize("reference", ["", "~nobody/x/y", "org/repo/extra", "../up/there", "org//repo", "http://x/y"])
 def test_other_texts_are_not_references(reference: str) -> None:
     with refuses(CheckpointNotFound, "not-a-reference", path=reference or "''"):

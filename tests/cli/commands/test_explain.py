@@ -65,6 +65,7 @@ def test_a_wrong_id_gets_a_guess() -> None:
     outcome = support.invoke("explain", "C200")
     assert (outcome.code, outcome.error_id) == (2, "unknown-rule")
     assert " C20?" in outcome.err
+    assert " S09?" in support.invoke("explain", "s9").err
 
 
 def test_the_table_in_the_documents_is_true() -> None:

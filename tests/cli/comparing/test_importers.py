@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, read_result
+from dflash_cli.comparing.result_comparison import compare_results
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
@@ -319,6 +320,25 @@ def test_rows_of_an_interrupted_run_are_read_without_a_cut_off_last_line(tmp_pat
     assert [(item.name, item.num_tokens, item.num_steps) for item in result.conversations] == [("prompt 1", 9, 3)]
     assert result.counts is not None
     assert (result.counts.per_pos_accepted, result.acceptance_len) == ([3, 2, 1], 3.0)
+
+
+def test_a_setting_that_only_one_file_of_answers_states_is_a_difference(tmp_path: Path) -> None:
+    """A run states some settings only if they are chosen. Another release may lack a setting for another reason."""
+    row = {
+        "index": 0, "turn": 0, "digest": "d", "category": None, "prompt_token_ids": [1, 2], "token_ids": [3],
+        "text": "a", "finish_reason": "length", "acceptance_lengths": [1], "committed_lengths": [1],
+    }  # fmt: skip
+
+    def with_settings(name: str, **settings: Any) -> MeasuredResult:
+        (tmp_path / name).mkdir()
+        head = {"schema_version": 1, "kind": "answers", "settings": {"num_speculative_tokens": 3, **settings}}
+        return read(tmp_path / name, lines(head, row))
+
+    plain = with_settings("plain", dflash="1")
+    chosen = with_settings("chosen", dflash="1", kv_dtype="fp8", num_tree_nodes=8, seed=None)
+    older = with_settings("older", dflash="0", num_tree_nodes=8)
+    found = compare_results([plain, chosen, older])
+    assert [item.unlike for item in found] == [{"kv_dtype": ("auto", "fp8"), "num_tree_nodes": (None, 8)}, {}]
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,14 @@ def test_a_missing_folder_is_refused_even_with_force(tmp_path: Path) -> None:
     assert f"mkdir -p {parent}" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize("below", ["c", "b/c"])
+def test_a_folder_that_is_a_file_is_named(below: str, tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    with refuses(UsageError, "parent-is-a-file", path=tmp_path / "a") as caught:
+        check_output(tmp_path / "a" / below, force=True)
+    assert "mkdir" not in str(caught.value.hint)
+
+
 def test_a_directory_is_no_text_file(tmp_path: Path) -> None:
     with refuses(UsageError, "output-is-directory", path=tmp_path), atomic_text(tmp_path):
         pass

@@ -89,6 +89,7 @@ def test_release_numbers() -> None:
     assert parse_engines("vllm@0.26.1")[0].release == (0, 26, 1)
     assert parse_engines("llama.cpp")[0].release == ()
     assert parse_engines("vLLM==0.30, SGLang") == parse_engines("vllm@0.30,sglang")
+    assert parse_engines("vllm:v0.33.0") == parse_engines("vllm==0.33.0.post1+cu129") == parse_engines("vllm@0.33.0")
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,11 @@ def test_unknown_engines_are_refused_with_the_known_engines(text: str, id: str, 
         parse_engines(text)
 
 
-@pytest.mark.parametrize(("text", "is_suggested"), [("vlm", True), ("trtllm", False)])
-def test_a_close_name_is_suggested(text: str, is_suggested: bool) -> None:
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("vlm", "vllm?"), ("vllm-0.33", "vllm?"), ("trtllm", "tensorrt-llm?"), ("hf", "transformers?"), ("exl", "")],
+)
+def test_a_close_name_is_suggested(text: str, meant: str) -> None:
     with refuses(UsageError, "unknown-engine") as error:
         parse_engines(text)
-    assert ("vllm?" in error.value.message) is is_suggested
+    assert re.findall(r"[\w.-]+\?", error.value.message) == [meant] * bool(meant)

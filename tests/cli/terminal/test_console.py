@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -185,6 +186,27 @@ def test_colours_of_a_pipe(
     assert re.findall(r"\x1b\[[1-9][\d;]*m(.*?)\x1b", err) == (["warning: "] if is_coloured else [])
     console.result_json(["error"])
     assert capsys.readouterr().out == '["error"]\n'
+
+
+def test_a_dumb_terminal_gets_no_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for term, is_coloured in (("xterm", True), ("dumb", False)):
+        monkeypatch.setenv("TERM", term)
+        assert ("\x1b" in console.dim("text")) is is_coloured
+
+
+@pytest.mark.parametrize(("width", "has_bars"), [("80", True), ("34", False)])
+def test_a_narrow_terminal_gets_no_bars(
+    width: str, has_bars: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing number is no bar."""
+    monkeypatch.setenv("COLUMNS", width)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    console.table(("position", "p", "share of steps", ""), [("1", "-", "0.765", "█" * 17 + "░"), ("2", "-", "0", "")])
+    out = capsys.readouterr().out
+    assert (out.count("█"), out.count("-")) == (17 * has_bars, 2)
 
 
 def test_verbose_says_what_is_read_and_decided() -> None:

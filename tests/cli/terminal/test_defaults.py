@@ -173,10 +173,18 @@ def test_the_environment_lists_each_default_with_its_origin(project: Path, monke
     assert {item["origin"] for item in document["defaults"]} == {*found}
 
 
+def test_keys_on_one_line_have_their_own_values(project: Path) -> None:
+    """Also after the byte order mark with which editors of Windows begin a file."""
+    write(project, '\ufeffengine = { dtype = "float32", graphs = false }')
+    found = {(item.option, item.value, item.origin) for item in list_defaults([*COMMANDS], parameters_of_command)}
+    assert found == {("dtype", "float32", "../dflash.toml:1"), ("graphs", False, "../dflash.toml:1")}
+
+
 def test_a_run_says_which_defaults_it_uses(project: Path) -> None:
-    write(project, "target = 'tiny'\nstrict = true")
+    write(project, "target = 'tiny'\nstrict = true\ndraft = 'tiny'")
     done = support.run_main("validate", "tiny")
     assert "defaults-used" in done.notices
+    assert "../dflash.toml:3" not in done.err, "the draft is typed"
     assert {"../dflash.toml:1", "../dflash.toml:2"} <= {word.strip("(),") for word in done.err.split()}
     assert support.run_main("inspect", "tiny", "--json").err == "", "--target of inspect is for the memory estimate"
     assert "../dflash.toml:2" in support.run_main("validate", "--help").out
@@ -188,6 +196,9 @@ def test_an_error_about_a_default_names_its_origin(project: Path) -> None:
     assert (done.code, done.field) == (2, "--verify-width")
     assert done.error is not None
     assert "../dflash.toml:2" in (done.error.hint or "")
+    typed = support.run_main("eval-acceptance", "--verify-width", "1").error
+    assert typed is not None
+    assert "dflash.toml" not in (typed.hint or "")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -215,7 +226,8 @@ def test_every_option_of_every_command_can_be_set_by_a_variable(name: str, monke
 
 SAMPLES = {"confidence": "0.8", "gpu-memory-utilization": "0.8", "top-p": "0.8", "num-prompts": "8",
            "chat-template-kwargs": '{"a": 1}', "what-if": "kv=fp8", "max-model-len": "64",
-           "max-new-tokens": "8"}  # fmt: skip
+           "max-new-tokens": "8", **dict.fromkeys(("kv-memory", "prefix-store-size", "snapshot-memory",
+           "max-shard-size"), "3G")}  # fmt: skip
 """Option -> a valid value, where 3 is none."""
 
 

@@ -36,6 +36,7 @@ def test_an_evaluation_has_the_figures_of_its_report() -> None:
     result = drawn_evaluation(0.7)
     check_html(result, 4, "acceptance length", "by position", "share of verify steps", "draft position", "code")
     assert HOSTILE not in result._repr_html_()
+    assert "\\n" not in repr(result), "each line of the legend is a line"
     assert result._repr_svg_() == result._repr_html_().partition("<figure>")[2].partition("</figure>")[0]
 
 

@@ -12,6 +12,7 @@ import pytest
 from dflash_cli.acceptance.intervals.resampling import resampled_bounds
 from dflash_cli.acceptance.intervals.statistics import (
     Summary,
+    limit_text,
     pooled_acceptance_len,
     summarise,
 )
@@ -19,6 +20,13 @@ from dflash_runtime.documents import to_json
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import FinishReason
 from dflash_runtime.scheduling.request_output import RequestOutput
+
+
+def test_few_prompts_can_lack_more_than_half_of_all_kinds() -> None:
+    """0.05 ** (1 / N) of prompts must be of other kinds."""
+    assert [limit_text(count, 0.95).rpartition("than ")[2] for count in (1, 3, 5, 64)] == [
+        "95%", "63%", "1 in 2", "1 in 21",
+    ]  # fmt: skip
 
 
 def test_pooled_length_is_tokens_over_steps() -> None:
