@@ -1,5 +1,6 @@
 """Strict and bounded readers: from a file to text, and from text to an object of a document's class."""
 
+import re
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -72,6 +73,15 @@ def read_text(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashErro
     except UnicodeDecodeError as wrong:
         text = f"not UTF-8 at byte {wrong.start}"
         raise error(text, id="not-utf-8", path=path, found=wrong.start) from wrong
+
+
+def text_lines(text: str) -> list[str]:
+    """Return the lines of a text, which end with LF, CR or both.
+
+    `str.splitlines` also splits at U+2028 and U+0085, which JSON allows inside a string.
+    """
+    lines = re.split(r"\r\n|\r|\n", text)
+    return lines if lines[-1] else lines[:-1]
 
 
 def bounded_lines(stream: TextIO, name: str, *, error: type[DFlashError] = RequestError) -> Iterator[tuple[int, str]]:
