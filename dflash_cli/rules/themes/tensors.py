@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from dflash_cli.checkpoints.unpacking import states_known_packing
+from dflash_cli.checkpoints.unpacking import states_known_packing, unpacked
 from dflash_cli.formats.decoder_body import STORED_AS
 from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
@@ -28,13 +28,13 @@ from dflash_runtime.checkpoint.layout import (
     owned_shapes,
 )
 from dflash_runtime.draft_config import DraftConfig
-from dflash_runtime.errors import DFlashError
+from dflash_runtime.errors import CheckpointError, DFlashError
 from dflash_runtime.json_values import is_int
 
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
 ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
-SEVERAL_A_WORD = frozenset({"U8", "I32"})
+SEVERAL_A_WORD = frozenset({"U8", "I32", "U32"})
 """Element types that may hold several packed numbers, so that a shape does not count numbers."""
 HEAD_NORM = re.compile(r"self_attn\.[qk]_norm\.")
 ATTENTION_BIAS = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
@@ -143,7 +143,8 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
 )
 def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
     """fc.weight has as many columns as the tapped layers have features together."""
-    info, taps = (subject.tensors or {}).get("fc.weight"), subject.stated.taps
+    tensors = _plain_tensors(subject) or subject.tensors or {}
+    info, taps = tensors.get("fc.weight"), subject.stated.taps
     if subject.target is None or info is None or taps is None or len(info.shape) != 2 or info.dtype in SEVERAL_A_WORD:
         return
     width = subject.target.hidden_size
@@ -268,11 +269,19 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
         {info.dtype for info in _body_tensors(subject).values() if info.dtype not in FLOATS and len(info.shape) > 1}
     )
     if _states_packing(subject):
+        is_known = states_known_packing(subject.config)
+        if is_known and subject.checkpoint is not None and subject.tensors:
+            try:
+                unpacked(subject.checkpoint)
+            except CheckpointError as error:
+                yield Problem(WEIGHTS, error.message.removeprefix(f"{error.path}: "))
+            except DFlashError:
+                is_known = False
         yield Problem(
             subject.at("quantization_config"),
             "quantised weights",
             effect="dflash cannot run the draft, and checks its packed weights only for engines that the user names",
-            fix=FIX_UNPACK if states_known_packing(subject.config) else "",
+            fix=FIX_UNPACK if is_known else "",
             severity="warning",
             outcome="serves",
         )
@@ -301,20 +310,35 @@ def _mild_for_loading(subject: Subject, problem: Problem) -> Iterator[Problem]:
 
 
 def _states_packing(subject: Subject) -> bool:
-    """Whether the draft says that its weights are quantised. The rules then do not check its tensors."""
-    return bool(subject.stated.value("quantization_config")) or QUANTIZATION_FILE in subject.files
+    """Whether the draft says that its weights are quantised."""
+    is_stated = bool(subject.stated.value("quantization_config")) or states_known_packing(subject.config)
+    return is_stated or QUANTIZATION_FILE in subject.files
+
+
+def _plain_tensors(subject: Subject) -> Mapping[str, TensorInfo] | None:
+    """Every tensor with the shape that it stands for; None if a packed form or the headers are not known."""
+    if subject.tensors is None or not _states_packing(subject):
+        return subject.tensors
+    if "plain tensors" not in subject.known:
+        try:
+            is_known = states_known_packing(subject.config) and subject.checkpoint is not None
+            subject.known["plain tensors"] = unpacked(subject.checkpoint).tensors if is_known else None
+        except DFlashError:
+            subject.known["plain tensors"] = None
+    found: Mapping[str, TensorInfo] | None = subject.known["plain tensors"]
+    return found
 
 
 def _checked_sizes(subject: Subject) -> DraftConfig | None:
-    """The sizes to check tensors by; None if they or the headers are not known, or the weights are quantised."""
-    return None if subject.tensors is None or _states_packing(subject) else subject.dims
+    """The sizes to check tensors by; None if they, the headers or a packed form are not known."""
+    return None if _plain_tensors(subject) is None else subject.dims
 
 
 def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
     """Tensor name -> its shape; fc, hidden_norm and codebooks under their usual names."""
     return {
         canonical_name(name) if name.startswith(ALIASES) or CODEBOOK.match(name) else name: info.shape
-        for name, info in (subject.tensors or {}).items()
+        for name, info in (_plain_tensors(subject) or {}).items()
     }
 
 
