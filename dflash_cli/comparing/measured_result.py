@@ -95,7 +95,7 @@ class MeasuredResult:
 
 
 class ResultFile:
-    """A file named on the command line: its text without a byte order mark, also parsed as JSON or JSON Lines."""
+    """A file named on the command line: its text, and the text parsed as JSON or JSON Lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,7 +106,7 @@ class ResultFile:
                 "is a directory, expected a file with a result", id="result-is-directory", path=path,
                 expected="a file with a result", hint=HOW_TO_WRITE,
             )  # fmt: skip
-        self.text = read_text(path, MAX_ROWS_BYTES).removeprefix("\ufeff")
+        self.text = read_text(path, MAX_ROWS_BYTES)
 
     @cached_property
     def document(self) -> Any:

@@ -63,13 +63,13 @@ def read_input(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashErr
 
 
 def read_text(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashError] = UsageError) -> str:
-    """Return the text of a file; see `read_input`.
+    """Return the text of a file without a byte order mark; see `read_input`.
 
     Raises:
         error: also if the file is not UTF-8.
     """
     try:
-        return read_input(path, limit, error=error).decode("utf-8")
+        return read_input(path, limit, error=error).decode("utf-8-sig")
     except UnicodeDecodeError as wrong:
         text = f"not UTF-8 at byte {wrong.start}"
         raise error(text, id="not-utf-8", path=path, found=wrong.start) from wrong
