@@ -234,7 +234,7 @@ def read_result(path: Path) -> MeasuredResult:
         if item.recognises(file):
             return _read(item, file)
     if file.document is None and not file.rows and file.text.lstrip().startswith(("{", "[")):
-        parse_object(file.text.encode(), path)  # an error that names the place
+        parse_object(file.text.encode(), path)  # refuses it with line and column
     known = ", ".join(item.title for item in formats)
     raise file.refuse("not a result in a known format", f"known formats: {known}", id="unknown-result-format")
 

@@ -236,7 +236,7 @@ class Gguf(Format):
         return asked
 
     def unknown_keys(self, config: Mapping[str, Any], carried: Mapping[str, Any]) -> list[str]:
-        """The carried keys, which have those of the rope, too, without usual keys of Hugging Face's configs."""
+        """The carried keys without usual keys of Hugging Face's configs. Unknown keys of the rope are carried, too."""
         return sorted(carried.keys() - USUAL_KEYS)
 
     def name_in_file(self, tensor: str) -> str:

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from dflash_cli.checkpoints.unpacking import states_known_packing, unpacked
@@ -320,11 +321,10 @@ def _plain_tensors(subject: Subject) -> Mapping[str, TensorInfo] | None:
     if subject.tensors is None or not _states_packing(subject):
         return subject.tensors
     if "plain tensors" not in subject.known:
-        try:
-            is_known = states_known_packing(subject.config) and subject.checkpoint is not None
-            subject.known["plain tensors"] = unpacked(subject.checkpoint).tensors if is_known else None
-        except DFlashError:
-            subject.known["plain tensors"] = None
+        subject.known["plain tensors"] = None
+        if subject.checkpoint is not None and states_known_packing(subject.config):
+            with suppress(DFlashError):
+                subject.known["plain tensors"] = unpacked(subject.checkpoint).tensors
     found: Mapping[str, TensorInfo] | None = subject.known["plain tensors"]
     return found
 
