@@ -88,7 +88,7 @@ def context_curve(
         return None
     pairs = [(thinking, *pair) for thinking, group in groups.items() for pair in compared_pairs(sorted(group))]
     level = 1 - (1 - confidence) / max(1, len(pairs))
-    falls, reason = [], None
+    falls, reason = [], None if pairs else "only one length was measured"
     for thinking, shorter, longer in pairs:
         counts = sides(groups[thinking][shorter], groups[thinking][longer])
         found = paired_difference(*counts, level)

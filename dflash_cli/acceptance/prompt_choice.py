@@ -80,10 +80,12 @@ def choose_prompts(
             hint="use gsm8k, or add the key reference to your own rows",
         )
     asked = _put_under(rows, conditions, pair, chat=choice.chat, stride=len(prompts.rows))
+    measured = {row.prompt_index for row in asked}
+    kept = [row for row in rows if row.prompt_index in measured]
     source = replace(
         choice.source,
-        num_cut=_num_cut(rows, conditions, pair, chat=choice.chat),
-        num_too_long=len(rows) - len({row.prompt_index for row in asked}),
+        num_cut=_num_cut(kept, conditions, pair, chat=choice.chat),
+        num_too_long=len(rows) - len(kept),
     )
     if source.warning is not None:
         console.warn(source.warning)

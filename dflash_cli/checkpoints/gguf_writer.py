@@ -28,7 +28,7 @@ from dflash_runtime.checkpoint.gguf import (
     GgufHeader,
 )
 from dflash_runtime.checkpoint.gguf_checkpoint import JSON_KEYS, gguf_name
-from dflash_runtime.checkpoint.gguf_files import find_gguf, read_gguf
+from dflash_runtime.checkpoint.gguf_files import has_magic, read_gguf
 from dflash_runtime.errors import LossyConversion, UsageError
 
 
@@ -83,7 +83,7 @@ def check_tokenizer(file: Path, vocab_size: int) -> None:
         UsageError: not a GGUF file, without a tokenizer, or with one of another size.
         CheckpointError: the header is damaged.
     """
-    if find_gguf(file) is None:
+    if not file.is_file() or not has_magic(file):
         text, expected = "--tokenizer: not a GGUF file", "the GGUF file of the target"
         raise UsageError(text, id="tokenizer-not-gguf", path=file, field="--tokenizer", expected=expected)
     tokens = read_gguf(file).keys.get(f"{TOKENIZER}ggml.tokens")

@@ -84,7 +84,8 @@ class InspectionRequest(Request):
     gpu_memory: Annotated[
         int | None,
         Option(
-            metavar="SIZE", parse=parse_size, expected=SIZE, min=1, group=ENGINE, is_per_run=True, ignores_shared=True,
+            metavar="SIZE", parse=parse_size, expected=SIZE, min=2**20, group=ENGINE, is_per_run=True,
+            ignores_shared=True,
             help="With --target: memory of the GPU, such as 80G. Prints how many requests fit.",
         ),
     ] = None  # fmt: skip

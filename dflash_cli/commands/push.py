@@ -190,6 +190,11 @@ def _plan(request: PushRequest) -> "PushPlan":
             hint=f"download it: dflash pull {shlex.quote(request.draft)}",
         )  # fmt: skip
     folder = fetch_directory(request.draft, Role.DRAFT)
+    if not folder.is_dir():
+        raise UsageError(
+            field="DRAFT", found=request.draft, expected="the folder of the draft",
+            hint=f"pass its folder: {shlex.quote(str(folder.parent))}",
+        )  # fmt: skip
     require_access()
     if request.result is not None:
         read_evaluations([request.result])
@@ -274,10 +279,10 @@ def _check_result(request: PushRequest, stored: "StoredEvaluation", folder: Path
         GateFailed: it was measured with another draft, and `force` is not given.
     """
     from dflash_cli.checkpoints.checkpoint_identity import identify
-    from dflash_runtime.checkpoint.files import Checkpoint
+    from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
 
     measured = stored.evaluation.measured.draft
-    own = identify(Checkpoint(folder), request.draft).digest
+    own = identify(open_stored(folder), request.draft).digest
     if measured is None or measured.digest == own:
         return
     text = f"measured with the draft of digest {measured.digest}, and this draft has {own}"

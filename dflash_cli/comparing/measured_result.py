@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
-from dflash_cli.documents.reading import parse_object, read_text
+from dflash_cli.documents.reading import parse_object, read_text, text_lines
 from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES, loads
 from dflash_runtime.documents import HIDDEN, computed_key, from_json
 from dflash_runtime.errors import CheckpointNotFound, InvalidConfig, UsageError
@@ -23,6 +23,8 @@ from dflash_runtime.registry import Registry
 
 PACKAGE = "dflash_cli.comparing.importers"
 MAX_SHOWN_CHARS = 300
+ROUNDING = 1e-3
+"""The largest relative difference between the stated acceptance length and the length that the counts give."""
 HOW_TO_WRITE = (
     "write one with: dflash eval-acceptance DRAFT --json > result.json; with --output FILE --resume, from the answers "
     "in a file"
@@ -45,6 +47,7 @@ class MeasuredResult:
     conversations: Annotated[tuple[ConversationCounts, ...], HIDDEN] = ()
     why_no_rows: str | None = None
     definition: Annotated[str, HIDDEN] = "vllm"
+    has_first_token: Annotated[bool, HIDDEN, "whether tokens include the one that the prefill returns"] = False
     counts: Annotated[AcceptanceCounts | None, HIDDEN] = None
     facts: Annotated[Mapping[str, Any], HIDDEN] = field(default_factory=dict)
 
@@ -53,19 +56,25 @@ class MeasuredResult:
             raise ValueError(f"acceptance length: found {self.acceptance_len!r}, expected a number, 1 or more")
 
     def check_counts(self) -> "MeasuredResult":
-        """Require lengths from 1 to K + 1 tokens per step, and rows that add up to the totals.
+        """Require lengths from 1 to K + 1 tokens per step, and counts and rows that add up to the totals.
 
         Raises:
             ValueError: naming the length or the sums.
         """
         counts = self.counts
-        if counts is None or not counts.num_speculative_tokens:
+        num_drafted = counts.num_speculative_tokens if counts else self.facts.get("num_speculative_tokens")
+        if not num_drafted:
             return self
-        block = counts.num_speculative_tokens + 1
+        block = num_drafted + 1 + self.has_first_token
         lengths = {item.name: (item.num_tokens, item.num_steps) for item in self.conversations if item.num_steps}
         for name, (tokens, steps) in {"the total": (self.acceptance_len, 1), **lengths}.items():
             if not steps <= tokens <= block * steps:
                 raise ValueError(f"acceptance length of {name}: found {tokens / steps:g}, expected 1 to {block}")
+        if counts is None:
+            return self
+        counted = counts.acceptance_len or math.nan
+        if not math.isclose(self.acceptance_len, counted, rel_tol=ROUNDING):
+            raise ValueError(f"acceptance length: found {self.acceptance_len:g}, but the counts give {counted:g}")
         sums = tuple(sum(getattr(item, name) for item in self.conversations) for name in ("num_tokens", "num_steps"))
         expected = (counts.num_drafts + counts.num_accepted_tokens, counts.num_drafts)
         if self.conversations and sums != expected:
@@ -148,20 +157,20 @@ class ResultFile:
     def numbered_rows(self) -> dict[int, dict[str, Any]]:
         """The objects of the file's lines by line number, without a last line that was cut off.
 
-        Empty if the first line is not an object.
+        Empty if the first line with text is not an object.
 
         Raises:
             UsageError: another line is not an object.
         """
-        lines = self.text.splitlines()
-        parsed = [_parse(line) for line in lines]
-        if not parsed or not isinstance(parsed[0], dict):
+        lines = text_lines(self.text)
+        rows = {number: (line, _parse(line)) for number, line in enumerate(lines, start=1) if line.strip()}
+        if not rows or not isinstance(next(iter(rows.values()))[1], dict):
             return {}
-        for number, (line, row) in enumerate(zip(lines, parsed, strict=True), start=1):
-            if not isinstance(row, dict) and line.strip() and number < len(lines):
+        for number, (line, row) in rows.items():
+            if not isinstance(row, dict) and number < len(lines):
                 text = f"found {line[:20]!r}, expected a JSON object"
                 raise UsageError(text, id="not-an-object", path=f"{self.path}:{number}", found=line)
-        return {number: row for number, row in enumerate(parsed, start=1) if isinstance(row, dict)}
+        return {number: row for number, (_, row) in rows.items() if isinstance(row, dict)}
 
     def refuse(self, what: str, hint: str | None = None, *, id: str) -> UsageError:
         """Return an error about this file."""
@@ -224,6 +233,8 @@ def read_result(path: Path) -> MeasuredResult:
     for item in formats:
         if item.recognises(file):
             return _read(item, file)
+    if file.document is None and not file.rows and file.text.lstrip().startswith(("{", "[")):
+        parse_object(file.text.encode(), path)  # refuses it with line and column
     known = ", ".join(item.title for item in formats)
     raise file.refuse("not a result in a known format", f"known formats: {known}", id="unknown-result-format")
 

@@ -1,5 +1,6 @@
 """Strict and bounded readers: from a file to text, and from text to an object of a document's class."""
 
+import re
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -62,16 +63,25 @@ def read_input(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashErr
 
 
 def read_text(path: Path, limit: int = MAX_JSON_BYTES, *, error: type[DFlashError] = UsageError) -> str:
-    """Return the text of a file; see `read_input`.
+    """Return the text of a file without a byte order mark; see `read_input`.
 
     Raises:
         error: also if the file is not UTF-8.
     """
     try:
-        return read_input(path, limit, error=error).decode("utf-8")
+        return read_input(path, limit, error=error).decode("utf-8-sig")
     except UnicodeDecodeError as wrong:
         text = f"not UTF-8 at byte {wrong.start}"
         raise error(text, id="not-utf-8", path=path, found=wrong.start) from wrong
+
+
+def text_lines(text: str) -> list[str]:
+    """Return the lines of a text, which end with LF, CR or both.
+
+    `str.splitlines` also splits at U+2028 and U+0085, which JSON allows inside a string.
+    """
+    lines = re.split(r"\r\n|\r|\n", text)
+    return lines if lines[-1] else lines[:-1]
 
 
 def bounded_lines(stream: TextIO, name: str, *, error: type[DFlashError] = RequestError) -> Iterator[tuple[int, str]]:

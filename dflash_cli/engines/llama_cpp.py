@@ -40,7 +40,7 @@ from dflash_cli.formats.native import Native
 from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
-from dflash_cli.rules.subject import Subject
+from dflash_cli.rules.subject import BODY_SIZES, Subject
 from dflash_runtime.checkpoint.gguf_files import find_gguf
 from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import SINKS
@@ -162,6 +162,8 @@ def _gguf_values(subject: Subject) -> EngineReading | None:
     config = subject.parsed.config
     if look_up(subject.config, TOKENS) is MISSING:
         raise EngineStops(TOKENS, "no tokenizer")
+    sizes = {key: getattr(config, name) for key, name in BODY_SIZES.items()}
+    check_all_tensors(sizes, len(config.target_layer_ids), subject)
     check_captured([*config.target_layer_ids], config.hidden_size, subject)
     check_mask(config.mask_token_id, subject)
     return EngineReading(

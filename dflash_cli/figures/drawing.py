@@ -113,9 +113,9 @@ class Drawing:
 
 
 def lay_out(figure: Figure, size: Size = PAGE) -> Drawing:
-    """Return the drawing of a figure, without its title and caption. Several series have a legend above the plot."""
+    """Return the drawing of a figure, without its title and caption. The legend is above the plot."""
     is_rows = figure.kind == "dots"
-    top = TOP + LEGEND_ROW * (len(figure.series) if len(figure.series) > 1 else 0)
+    top = TOP + LEGEND_ROW * (len(figure.series) if figure.has_legend else 0)
     left = size.name_left if is_rows else LEFT
     height = ROW * len(figure.labels) if is_rows else size.plot_height
     plot = _Plot(figure, size, left, top, size.width - left - RIGHT, height)
@@ -200,8 +200,8 @@ class _Plot:
 
 
 def _legend(plot: _Plot) -> Iterator[Shape]:
-    """Yield a row for each of several series: its line, mark and name."""
-    if len(plot.figure.series) < 2:
+    """Yield a row for each series: its line, mark and name."""
+    if not plot.figure.has_legend:
         return
     length = int((plot.size.width - LEFT - SAMPLE - RIGHT) / (LETTER * plot.size.text))
     for index, series in enumerate(plot.figure.series):

@@ -57,6 +57,11 @@ class Figure:
     high: float = 1
 
     @property
+    def has_legend(self) -> bool:
+        """Whether the series need their names: there are several, or the name says which result is subtracted."""
+        return len(self.series) > 1 or self.name == "differences"
+
+    @property
     def columns(self) -> list[str]:
         """The header of the figure's table."""
         return [self.axis, *(item.name for item in self.series)]

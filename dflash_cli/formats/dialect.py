@@ -313,8 +313,8 @@ USUAL_KEYS = frozenset(
     {
         "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
         "initializer_range", "is_encoder_decoder", "label2id", "max_window_layers", "output_attentions",
-        "output_hidden_states", "pad_token_id", "problem_type", "quantization_config", "return_dict", "torch_dtype",
-        "transformers_version", "use_cache",
+        "output_hidden_states", "pad_token_id", "problem_type", "quantization", "quantization_config", "return_dict",
+        "torch_dtype", "transformers_version", "use_cache",
     }
 )  # fmt: skip
 """Keys of every config that transformers writes, which change nothing about a draft."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_cli.formats.decoder_body import plain_keys, prefixed_keys, read_draft_body
-from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig, cannot_state, refuse_scales
+from dflash_cli.formats.dialect import FORMATS, USUAL_KEYS, Format, Json, ParsedConfig, cannot_state, refuse_scales
 from dflash_cli.formats.fields import SCALES, Keys, Spelling, look_up, shifted, with_keys
 from dflash_runtime.checkpoint.gguf import DRAFTS, shortest, to_float32
 from dflash_runtime.checkpoint.gguf_checkpoint import gguf_name
@@ -40,6 +40,7 @@ SCALING = "dflash.rope.scaling"
 TAPS, MASK, CAUSAL = "dflash.target_layers", "tokenizer.ggml.mask_token_id", "dflash.attention.causal"
 TOKENS = "tokenizer.ggml.tokens.count"
 FILE_TYPE = "general.file_type"
+ROTATED, VALUES = "dflash.rope.dimension_count", "dflash.attention.value_length"
 
 SIZES = {
     "num_hidden_layers": "dflash.block_count",
@@ -81,8 +82,8 @@ FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}
 
 READ = frozenset(
     {
-        *SIZES.values(), "dflash.attention.value_length", "dflash.attention.layer_norm_rms_epsilon",
-        "dflash.rope.freq_base", "dflash.rope.dimension_count", WINDOW, PATTERN, TAPS, CAUSAL, "dflash.block_size",
+        *SIZES.values(), VALUES, "dflash.attention.layer_norm_rms_epsilon",
+        "dflash.rope.freq_base", ROTATED, WINDOW, PATTERN, TAPS, CAUSAL, "dflash.block_size",
         f"{SCALING}.type", f"{SCALING}.finetuned", *(f"{SCALING}.{name}" for name in ROPE_NAMES.values()),
     }
 )  # fmt: skip
@@ -91,10 +92,17 @@ READ = frozenset(
 UNSERVED = {
     "dflash.hyper_connection_count": "hyper-connections of a DeepSeek V4 draft",
     "dflash.rope.dimension_sections": "rope in sections",
+    "dflash.rope.scaling.attn_factor": "a factor of the rotated values",
     "dflash.logit_scale": "a factor of the logits",
     "dflash.final_logit_softcapping": "a cap of the logits",
 }
 """Key under `dflash` -> the computation that it asks for. DFlash has none of them."""
+
+FACTORS = ("dflash.rope.scaling.attn_factor", "dflash.logit_scale")
+"""Keys of UNSERVED that ask for nothing if they are 1. The others ask for nothing if they are 0."""
+
+PER_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+"""Sizes that llama.cpp reads as a number or as a list with a number for each layer."""
 
 
 @FORMATS.register("gguf")
@@ -121,7 +129,7 @@ class Gguf(Format):
         "intermediate_size": ("dflash.feed_forward_length",),
         "num_heads": ("dflash.attention.head_count",),
         "num_kv_heads": ("dflash.attention.head_count_kv",),
-        "head_dim": ("dflash.attention.key_length", "dflash.attention.value_length"),
+        "head_dim": ("dflash.attention.key_length", VALUES),
         "rms_norm_eps": ("dflash.attention.layer_norm_rms_epsilon",),
         "max_position_embeddings": ("dflash.context_length",),
         "vocab_size": ("dflash.vocab_size", TOKENS),
@@ -150,7 +158,8 @@ class Gguf(Format):
 
     def decoder(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The decoder keys under Hugging Face's names, as llama.cpp reads the metadata."""
-        found = {name: look_up(config, key) for name, key in SIZES.items()}
+        count = look_up(config, "dflash.block_count")
+        found = {name: _same_in_all_layers(key, look_up(config, key), count) for name, key in SIZES.items()}
         if found["vocab_size"] is MISSING:
             found["vocab_size"] = look_up(config, TOKENS)
         found["rms_norm_eps"] = look_up(config, DECODER_NAMES["rms_norm_eps"])
@@ -181,6 +190,9 @@ class Gguf(Format):
             raise InvalidConfig(
                 self.decoder_key(error.field or ""), error.found, str(error.expected), path=path
             ) from error
+        width, of_values = fields["head_dim"], look_up(config, VALUES)
+        if of_values not in (MISSING, width):
+            raise InvalidConfig(VALUES, of_values, f"{width}, the width of queries and keys", path=path)
         causal = look_up(config, CAUSAL)
         if causal not in (MISSING, True, False):
             raise InvalidConfig(CAUSAL, causal, "true or false", path=path)
@@ -210,11 +222,22 @@ class Gguf(Format):
 
     def unserved(self, config: Mapping[str, Any]) -> dict[str, str]:
         found = {key: look_up(config, key) for key in UNSERVED}
-        asked = {key: f"{value!r}: {UNSERVED[key]}" for key, value in found.items() if value not in (MISSING, 0)}
+        asked = {
+            key: f"{value!r}: {UNSERVED[key]}"
+            for key, value in found.items()
+            if value not in (MISSING, 1 if key in FACTORS else 0)
+        }
+        width, rotated = look_up(config, SIZES["head_dim"]), look_up(config, ROTATED)
+        if MISSING not in (rotated, width) and rotated != width:
+            asked[ROTATED] = f"{rotated!r}: rope on a part of the {width} dimensions of a head"
         kind = look_up(config, f"{SCALING}.type")
         if kind not in (MISSING, "none", *ROPE_KINDS):
             asked[f"{SCALING}.type"] = f"{kind!r}: a rope that dflash does not read from GGUF"
         return asked
+
+    def unknown_keys(self, config: Mapping[str, Any], carried: Mapping[str, Any]) -> list[str]:
+        """The carried keys without usual keys of Hugging Face's configs. Unknown keys of the rope are carried, too."""
+        return sorted(carried.keys() - USUAL_KEYS)
 
     def name_in_file(self, tensor: str) -> str:
         return gguf_name(tensor)
@@ -297,6 +320,12 @@ class Gguf(Format):
     def warnings(self, config: DraftConfig, carried: Mapping[str, Any]) -> Iterator[Notice]:
         if config.num_target_layers is not None and config.num_target_layers - 1 in config.target_layer_ids:
             yield from super().warnings(config, carried)
+
+
+def _same_in_all_layers(key: str, stated: Any, num_layers: Any) -> Any:
+    """The size that a list gives every layer; another value stays as it is."""
+    is_uniform = isinstance(stated, list) and len(stated) == num_layers and len(set(map(repr, stated))) == 1
+    return stated[0] if is_uniform and key.removeprefix("dflash.") in PER_LAYER else stated
 
 
 def _dtype(config: Mapping[str, Any]) -> Any:

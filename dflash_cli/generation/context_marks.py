@@ -17,8 +17,8 @@ OF_TRAINING = re.compile(r"\btrain", re.IGNORECASE)
 LENGTH = re.compile(
     r"""(?:max(?:imum)?[-_ ]?(?:seq(?:uence)?[-_ ]?)?len(?:gth)?   # max-length, max_seq_len
         |(?:seq(?:uence)?|context)[-_ ]?len(?:gth)?               # sequence length
-        |sequences\ of)                                            # trained on sequences of 320 tokens
-        [\s:=|*`]*(?:of|is|up\ to)?[\s|*`]*
+        |sequences\ (?:of|up\ to))                                # trained on sequences of up to 320 tokens
+        (?:[\s:=|*`]|of\b|is\b|up\ to\b)*
         (\d[\d,]*)\ ?(k\b)?""",
     re.IGNORECASE | re.VERBOSE,
 )

@@ -9,7 +9,8 @@ from pathlib import Path
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
 from dflash_cli.conversion.side_files import MANIFEST_FILE, MASK_PICKLE, PAPERS, SETTINGS, TOKENIZER
 from dflash_cli.terminal.environment import SECRET_TEXT
-from dflash_runtime.checkpoint.files import INDEX_SUFFIX, MASK_FILE, PICKLE_SUFFIXES, Checkpoint, refuse_escape
+from dflash_runtime.checkpoint.files import INDEX_SUFFIX, MASK_FILE, PICKLE_SUFFIXES, refuse_escape
+from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.phrases import plural
 
@@ -58,16 +59,23 @@ def choose_files(folder: Path, *, include: Sequence[str] = (), exclude: Sequence
     """The files of a draft's folder to publish, by name. `include` and `exclude` are patterns of names.
 
     Raises:
-        UsageError: a file is of unknown use, or holds a secret.
+        UsageError: a file is of unknown use, or holds a secret; or `exclude` leaves out weights or the config.
         UnsupportedError: a file is a pickle, other than a mask embedding that can be read without unpickling.
         CheckpointError: a link leaves the folder.
     """
-    weights = {item.name for item in Checkpoint(folder).weight_files}
+    stored = open_stored(folder)
+    weights = {item.name for item in stored.weight_files}
     names = [
         name
         for name in sorted(item.name for item in folder.iterdir())
         if name not in SKIPPED and not matches(name, exclude)
     ]
+    left_out = sorted({*weights, stored.config_path.name} - {*names})
+    if left_out:
+        raise UsageError(
+            f"leaves out {_listed(left_out)}, without which nobody can read the draft", id="draft-left-out",
+            path=folder, field="--exclude", found=left_out,
+        )  # fmt: skip
     _refuse_pickles(folder, names)
     known = (*KNOWN, *weights, f"*{INDEX_SUFFIX}", *include)
     other = [name for name in names if (folder / name).is_dir() or not matches(name, known)]

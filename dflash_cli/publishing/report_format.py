@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
+from warnings import catch_warnings, simplefilter
 
 from dflash_cli.acceptance.acceptance_figures import find_figures
 from dflash_cli.acceptance.acceptance_report import headline
@@ -14,7 +15,9 @@ from dflash_cli.comparing.stored_evaluation import StoredEvaluation
 from dflash_cli.figures.drawing import COLUMN, Drawing, lay_out, lay_out_sheet
 from dflash_cli.figures.figure import Figure
 from dflash_cli.figures.figure import Name as FigureName
+from dflash_cli.terminal import console
 from dflash_runtime.errors import UsageError
+from dflash_runtime.notices import Notice
 
 ReportFormat = Literal["html", "svg", "pdf", "png", "md", "csv"]
 Results = Sequence[StoredEvaluation]
@@ -98,9 +101,7 @@ def write_report(
 
             return to_svg(_draw(results, figures, name), ", ".join(item.title for item in figures)).encode()
         case "png" | "pdf":
-            from dflash_cli.figures.painted_figure import paint
-
-            return paint(_draw(results, figures, name), chosen)
+            return _painted(_draw(results, figures, name), chosen)
         case "md":
             from dflash_cli.publishing.markdown_report import to_markdown
 
@@ -124,6 +125,19 @@ def _find(figures: Sequence[Figure], name: FigureName) -> Figure:
             "differences needs two or more results of the same prompts",
         )
     return found
+
+
+def _painted(drawing: Drawing, chosen: Literal["png", "pdf"]) -> bytes:
+    """Return the painted drawing, and warn about characters of names that its font lacks."""
+    from dflash_cli.figures.painted_figure import paint
+
+    with catch_warnings(record=True) as caught:
+        simplefilter("always")
+        painted = paint(drawing, chosen)
+    if any("missing from font" in str(item.message) for item in caught):
+        text = f"the font of the {chosen.upper()} lacks characters of a name: pass --name, or write an SVG"
+        console.warn(Notice(text, id="characters-not-drawn"))
+    return painted
 
 
 def _draw(results: Results, figures: Sequence[Figure], name: FigureName | None) -> Drawing:

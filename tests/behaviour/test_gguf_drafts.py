@@ -125,6 +125,8 @@ def test_there_and_back_keeps_every_field_key_and_byte(tmp_path: Path) -> None:
         back = convert(there, tmp_path / f"back{at}", "native")
         before, after = open_draft(source), open_draft(back)
         assert differing_fields(before.config, open_draft(there).config) == []
+        described = json.loads(support.invoke("inspect", there, "--json").out)
+        assert not [key for key in described["carried"] if "rope" in key]
         assert differing_fields(before.config, after.config) == []
         assert {**after.parsed.carried, **before.parsed.carried} == after.parsed.carried
         assert_same_bytes(source, back)
@@ -262,6 +264,24 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tokens: int | None, to: str, i
     source = support.make_native(tmp_path / "source")
     outcome = support.invoke("convert", source, tmp_path / "out", "--to", to, "--tokenizer", model)
     assert (outcome.code, outcome.error_id, outcome.field) == (2, id, "--tokenizer")
+
+
+def test_a_size_may_be_stated_for_each_layer(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"dflash__attention__head_count_kv": [2, 2], "dflash__feed_forward_length": [24, 24]}
+    per_layer = gguf_files.make_gguf(tmp_path / "lists.gguf", **sizes)
+    plain = gguf_files.make_gguf(tmp_path / "plain.gguf", dflash__logit_scale=1.0)
+    assert differing_fields(open_draft(plain).config, open_draft(per_layer).config) == []
+    for path in (plain, per_layer):
+        assert validate_draft(ValidationPlan(draft=path)).findings == ()
+
+
+def test_llama_cpp_stops_at_a_missing_tensor(tmp_path: Path) -> None:
+    stored = gguf_files.tensors()
+    del stored["blk.1.attn_v.weight"]
+    path = gguf_files.write(tmp_path / "draft.gguf", gguf_files.metadata(), stored)
+    outcome = support.invoke("validate", path, "--engine", "llama.cpp", "--json")
+    found = {item["id"] for item in json.loads(outcome.out)["findings"]}
+    assert {"N01", "S32"} <= found
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -40,6 +40,8 @@ class AiperfRecords(ResultFormat):
         records = [row[RECORD] for row in rows]
         bounds = {record.get("num_spec_tokens") for record in records}
         longest = None if None in bounds else max(bounds)
+        if not any(record["acceptance_histogram"] for record in records):
+            raise file.refuse("no request has verify steps", id="no-steps")
         counts = _counts([record["acceptance_histogram"] for record in records], longest)
         is_named = all(row["metadata"].get("conversation_id") is not None for row in rows)
         return self.of_counts(
@@ -82,6 +84,8 @@ def _counts(histograms: Sequence[Mapping[str, int]], num_drafted: int | None) ->
     pooled: Counter[int] = Counter()
     for histogram in histograms:
         pooled.update({int(accepted): num_steps for accepted, num_steps in histogram.items()})
+    if min(*pooled, *pooled.values()) < 0:
+        raise ValueError(f"acceptance histogram: found {dict(pooled)}, expected numbers, 0 or more")
     longest = num_drafted or max(pooled)
     if max(pooled) > longest:
         raise ValueError(f"a step accepted {max(pooled)} draft tokens, and num_spec_tokens is {longest}")

@@ -45,9 +45,13 @@ class SglangBench(ResultFormat):
 
 
 def _server_facts(server: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of the server's settings. SGLang counts the anchor as a draft token. K is left out for a tree of drafts."""
+    """Facts of the server's settings. SGLang counts the anchor as a draft token.
+
+    K is left out for a tree of drafts, and if the server adapts it.
+    """
     found = {"target": server.get("model_path"), "serving_engine": "sglang"}
     num_rows = server.get("speculative_num_draft_tokens")
-    if is_int(num_rows) and server.get("speculative_eagle_topk") in (None, 1):
+    is_fixed = server.get("speculative_eagle_topk") in (None, 1) and not server.get("speculative_adaptive")
+    if is_int(num_rows) and is_fixed:
         found["num_speculative_tokens"] = num_rows - 1
     return {name: value for name, value in found.items() if value is not None}

@@ -22,7 +22,7 @@ class SpecForgeBenchmark(ResultFormat):
 
     def read(self, file: ResultFile) -> MeasuredResult:
         length = file.document["average_acceptance_length"]
-        if length is None:
+        if length is None or not file.document["spec_verify_count"]:
             raise file.refuse(
                 "SGLang reported no acceptance to specforge benchmark",
                 "check that the server was started with a draft",

@@ -29,6 +29,8 @@ class SpecForgeSweep(ResultFormat):
             for entry in entries
             for metrics in entry["metrics"]
         ]
+        if not found:
+            raise file.refuse("found no runs, expected one", id="no-acceptance")
         if len(found) != 1:
             named = ", ".join(dict.fromkeys(dataset for dataset, _, _ in found))
             hint = "write each data set and each setting of the server to a file of its own"
@@ -47,6 +49,7 @@ class SpecForgeSweep(ResultFormat):
             file,
             metrics["accept_length"],
             why_no_rows="bench_eagle3.py writes totals of a data set, not rows of prompts",
+            has_first_token=True,
             definition="answer tokens / steps, pooled over steps, first token included (SpecForge)",
             facts=facts,
         )

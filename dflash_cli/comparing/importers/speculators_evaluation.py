@@ -1,6 +1,7 @@
 """Results of speculators' `scripts/evaluate`: `acceptance.csv`, one row per subset, next to GuideLLM's files."""
 
 import csv
+import io
 from typing import ClassVar
 
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
@@ -20,7 +21,7 @@ class SpeculatorsEvaluation(ResultFormat):
         return set(file.text.partition("\n")[0].strip().split(",")) >= COLUMNS
 
     def read(self, file: ResultFile) -> MeasuredResult:
-        rows = list(csv.DictReader(file.text.splitlines()))
+        rows = list(csv.DictReader(io.StringIO(file.text, newline="")))
         places = sorted(
             (name for name in rows[0] if name.startswith(POSITION)), key=lambda name: int(name.removeprefix(POSITION))
         )

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dflash_cli.documents.reading import text_lines
 from dflash_cli.probing.served.chat_protocol import list_calls, stream_faults, whole_faults
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.json_values import as_object, is_int
@@ -74,7 +75,7 @@ def read_call(document: Any) -> ServedToolCall:
 def read_streamed_call(text: str) -> ServedToolCall:
     """The first tool call of a stream of events, put together from its pieces. Also raises ValueError."""
     name, arguments, content, thought, reason = None, None, "", "", None
-    lines = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
+    lines = [line.removeprefix("data:").strip() for line in text_lines(text) if line.startswith("data:")]
     events = _events(lines, is_open=not text.endswith(("\n", "\r")))
     for event in events:
         for choice in event.get("choices") or []:
@@ -89,7 +90,7 @@ def read_streamed_call(text: str) -> ServedToolCall:
                     text_part = json.dumps(part) if isinstance(part, dict) else _text(part)
                     arguments = (arguments or "") + (text_part or "")
     failed = any(event.get("error") for event in events) or any(
-        line.startswith(("error:", "event: error")) for line in text.splitlines()
+        line.startswith(("error:", "event: error")) for line in text_lines(text)
     )
     is_cut = bool(events) and reason is None and not failed and "[DONE]" not in lines
     return ServedToolCall(

@@ -8,6 +8,7 @@ from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_runtime.checkpoint.adapters import adapter_files
 from dflash_runtime.checkpoint.files import INDEX_FILE, SINGLE_FILE
+from dflash_runtime.checkpoint.gguf import SUFFIX
 from dflash_runtime.errors import CheckpointError, DFlashError, TensorMismatch
 from dflash_runtime.json_values import as_object, is_int
 
@@ -47,7 +48,9 @@ def files_are_there(subject: Subject) -> Iterator[Problem]:
     Pickle weights are refused, since reading them can run code.
     """
     if CONFIG_FILE not in subject.files:
-        yield from _of_error(subject.config_error, CONFIG_FILE)
+        error = subject.config_error
+        is_gguf = error is not None and str(error.path).endswith(SUFFIX)
+        yield from _of_error(error, Path(str(error.path)).name if error is not None and is_gguf else CONFIG_FILE)
     error = subject.weights_error
     if error is not None and error.path == subject.path:
         yield from _of_error(error, SINGLE_FILE)

@@ -3,9 +3,10 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
-from dflash_cli.checkpoints.unpacking import states_known_packing
+from dflash_cli.checkpoints.unpacking import states_known_packing, unpacked
 from dflash_cli.formats.decoder_body import STORED_AS
 from dflash_cli.formats.dialect import COMMON
 from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, FIX_TO_COMMON, Problem, check
@@ -28,13 +29,13 @@ from dflash_runtime.checkpoint.layout import (
     owned_shapes,
 )
 from dflash_runtime.draft_config import DraftConfig
-from dflash_runtime.errors import DFlashError
+from dflash_runtime.errors import CheckpointError, DFlashError
 from dflash_runtime.json_values import is_int
 
 PREFIXES = ("model.", "dflash_module.", "draft_model.", "encoder.")
 ALIASES = tuple(layout.ALIASES)
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
-SEVERAL_A_WORD = frozenset({"U8", "I32"})
+SEVERAL_A_WORD = frozenset({"U8", "I32", "U32"})
 """Element types that may hold several packed numbers, so that a shape does not count numbers."""
 HEAD_NORM = re.compile(r"self_attn\.[qk]_norm\.")
 ATTENTION_BIAS = re.compile(r"layers\.\d+\.self_attn\.[qkvo]_proj\.bias$")
@@ -143,7 +144,8 @@ def shapes_fit(subject: Subject) -> Iterator[Problem]:
 )
 def features_fit_the_target(subject: Subject) -> Iterator[Problem]:
     """fc.weight has as many columns as the tapped layers have features together."""
-    info, taps = (subject.tensors or {}).get("fc.weight"), subject.stated.taps
+    tensors = _plain_tensors(subject) or subject.tensors or {}
+    info, taps = tensors.get("fc.weight"), subject.stated.taps
     if subject.target is None or info is None or taps is None or len(info.shape) != 2 or info.dtype in SEVERAL_A_WORD:
         return
     width = subject.target.hidden_size
@@ -232,8 +234,10 @@ def one_element_type(subject: Subject) -> Iterator[Problem]:
     source="transformers from_pretrained dtype=auto",
 )
 def dtype_is_told_truly(subject: Subject) -> Iterator[Problem]:
-    """The dtype in the config is the element type of the weights."""
+    """The dtype in the config is the element type of the weights. N11 judges packed matrices."""
     stated = subject.stated.value("dtype")
+    if any(len(info.shape) > 1 and info.dtype not in FLOATS for info in _body_tensors(subject).values()):
+        return
     kinds = {info.dtype for info in _body_tensors(subject).values()} & FLOATS
     if isinstance(stated, str) and stated in STORED_AS and kinds and STORED_AS[stated] not in kinds:
         fix = "" if len(kinds) == 1 else "correct dtype in config.json, then check it: dflash validate {draft}"
@@ -266,11 +270,19 @@ def weights_are_plain(subject: Subject) -> Iterator[Problem]:
         {info.dtype for info in _body_tensors(subject).values() if info.dtype not in FLOATS and len(info.shape) > 1}
     )
     if _states_packing(subject):
+        is_known = states_known_packing(subject.config)
+        if is_known and subject.checkpoint is not None and subject.tensors:
+            try:
+                unpacked(subject.checkpoint)
+            except CheckpointError as error:
+                yield Problem(WEIGHTS, error.message.removeprefix(f"{error.path}: "))
+            except DFlashError:
+                is_known = False
         yield Problem(
             subject.at("quantization_config"),
             "quantised weights",
             effect="dflash cannot run the draft, and checks its packed weights only for engines that the user names",
-            fix=FIX_UNPACK if states_known_packing(subject.config) else "",
+            fix=FIX_UNPACK if is_known else "",
             severity="warning",
             outcome="serves",
         )
@@ -299,20 +311,34 @@ def _mild_for_loading(subject: Subject, problem: Problem) -> Iterator[Problem]:
 
 
 def _states_packing(subject: Subject) -> bool:
-    """Whether the draft says that its weights are quantised. The rules then do not check its tensors."""
-    return bool(subject.stated.value("quantization_config")) or QUANTIZATION_FILE in subject.files
+    """Whether the draft says that its weights are quantised."""
+    is_stated = bool(subject.stated.value("quantization_config")) or states_known_packing(subject.config)
+    return is_stated or QUANTIZATION_FILE in subject.files
+
+
+def _plain_tensors(subject: Subject) -> Mapping[str, TensorInfo] | None:
+    """Every tensor with the shape that it stands for; None if a packed form or the headers are not known."""
+    if subject.tensors is None or not _states_packing(subject):
+        return subject.tensors
+    if "plain tensors" not in subject.known:
+        subject.known["plain tensors"] = None
+        if subject.checkpoint is not None and states_known_packing(subject.config):
+            with suppress(DFlashError):
+                subject.known["plain tensors"] = unpacked(subject.checkpoint).tensors
+    found: Mapping[str, TensorInfo] | None = subject.known["plain tensors"]
+    return found
 
 
 def _checked_sizes(subject: Subject) -> DraftConfig | None:
-    """The sizes to check tensors by; None if they or the headers are not known, or the weights are quantised."""
-    return None if subject.tensors is None or _states_packing(subject) else subject.dims
+    """The sizes to check tensors by; None if they, the headers or a packed form are not known."""
+    return None if _plain_tensors(subject) is None else subject.dims
 
 
 def _shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
     """Tensor name -> its shape; fc, hidden_norm and codebooks under their usual names."""
     return {
         canonical_name(name) if name.startswith(ALIASES) or CODEBOOK.match(name) else name: info.shape
-        for name, info in (subject.tensors or {}).items()
+        for name, info in (_plain_tensors(subject) or {}).items()
     }
 
 

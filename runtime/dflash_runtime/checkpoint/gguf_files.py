@@ -57,8 +57,14 @@ def find_gguf(path: Path) -> Path | None:
         raise missing_part(path)
     if not path.is_file():
         return None
-    with path.open("rb") as stream:
-        return path if stream.read(len(MAGIC)) == MAGIC else None
+    is_named = path.suffix == SUFFIX  # reading the header refuses a file that only has the name
+    return path if is_named or has_magic(path) else None
+
+
+def has_magic(file: Path) -> bool:
+    """Whether a file begins as GGUF files do."""
+    with file.open("rb") as stream:
+        return stream.read(len(MAGIC)) == MAGIC
 
 
 def refuse_gguf(path: Path) -> None:
@@ -76,7 +82,12 @@ def refuse_gguf(path: Path) -> None:
 def other_architecture(header: GgufHeader) -> UnknownFormat:
     """Return the refusal of a GGUF file that is not used here, such as a target."""
     architecture = header.architecture
-    text = DRAFTS.get(architecture or "", f"a {architecture} model for llama.cpp, such as a target")
+    other = (
+        "a file without a model, or not the first file of a split one"
+        if architecture is None
+        else f"a {architecture} model for llama.cpp, such as a target"
+    )
+    text = DRAFTS.get(architecture or "", other)
     return UnknownFormat(
         f"GGUF, general.architecture {architecture!r}: {text}; dflash reads only drafts from GGUF files",
         id="gguf",

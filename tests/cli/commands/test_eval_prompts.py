@@ -161,7 +161,13 @@ def test_contexts_have_exactly_the_length_that_was_asked_for(tmp_path: Path) -> 
     assert [mark["num_tokens"] for mark in found["context"]["marks"]] == [2048]
     done = run("--prompts", prompts, "-n", "4", "--context-lengths", "256")
     assert "\n1 prompt cut " in done.out
+    assert "\nno comparison: only one length" in done.out
     assert "2,048 the draft's positions" in done.out
+    long = [{"role": "system", "content": "be brief " * 40}, {"role": "user", "content": "hi"}]
+    with prompts.open("a") as rows:
+        rows.write(json.dumps({"messages": long}) + "\n")
+    found = document("--prompts", prompts, "-n", "1", "--context-lengths", "16")
+    assert (found["prompts"]["num_cut"], found["prompts"]["num_too_long"]) == (1, 1)
 
 
 def test_a_context_that_the_pair_does_not_read_is_counted_and_reported(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.errors import DFlashError
 from dflash_testing import checkpoints as support
+from dflash_testing import gguf_files
 from dflash_testing import hub_server as hub
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 from dflash_testing.hub_uploads import WRITER, Uploads
@@ -81,6 +82,16 @@ def test_a_draft_is_uploaded_once_and_read_back(push: Push, server: hub.LocalHub
     assert (again["num_bytes"], again["commit"], server.uploads.calls) == (0, None, [])
     checked = hub.run("validate", REPO, "--json", env=hub.environment(server, folder.parent / "other"))
     assert json.loads(checked.out)["passed"] is True
+
+
+def test_a_folder_with_a_gguf_file_is_uploaded(push: Push, server: hub.LocalHub, folder: Path) -> None:
+    for item in folder.iterdir():
+        item.unlink()
+    file = gguf_files.make_gguf(folder / "draft.gguf")
+    assert (left := push("--exclude", "*.gguf", "--dry-run")).code == 2
+    assert (left.error_id, left.field) == ("draft-left-out", "--exclude")
+    assert changes(read(push("--yes", "--json"))) == {"draft.gguf": "new"}
+    assert server.repos[REPO] == {"draft.gguf": file.read_bytes()}
 
 
 def test_an_interrupted_push_sends_only_what_the_hub_lacks(push: Push, server: hub.LocalHub, folder: Path) -> None:

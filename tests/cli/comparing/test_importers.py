@@ -1,6 +1,7 @@
 """Results of other tools, in the layouts that their code writes. Each sample names its source."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,14 @@ def test_speculators_gives_totals_of_all_subsets(tmp_path: Path) -> None:
         "no-acceptance",
         "bench_eagle3.py",
     ),
+    (AIPERF | {"total_accepted_draft_tokens": {"avg": 150.0}}, "malformed-result", "2.5"),
+    (lines(aiperf_record("a", 0, {"-1": 1, "3": 1})), "malformed-result", "-1"),
+    (lines(aiperf_record("a", 0, {"0": 1}, spec_decode_acceptance={"acceptance_histogram": {}})), "no-steps", "verify"),
+    (SPECFORGE | {"average_acceptance_length": 0.0, "spec_verify_count": 0}, "no-acceptance", "specforge benchmark"),
+    (SGLANG | {"accept_length": 8.1}, "malformed-result", "8.1"),
+    (mlx_suite({"cycles": 10, "tokens_per_cycle": 20.0, "acceptance_ratio": 0.95}), "malformed-result", "20"),
+    (SWEEP | {"gsm8k": [{**SWEEP["gsm8k"][0], "metrics": []}]}, "no-acceptance", ""),
+    (json.dumps(SGLANG)[:-1] + ",}", "not-json", "double quotes"),
     ("", "unknown-result-format", ""),
     (lines({"settings": {}}) + "{broken\n" + lines({"index": 0}), "not-an-object", "result:2: "),
     ([], "unknown-result-format", ""),
@@ -302,6 +311,19 @@ def test_a_file_without_acceptance_is_refused_in_one_line(tmp_path: Path, conten
         read(tmp_path, content)
     assert name in caught.value.message
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("change", [
+    lambda text: "\ufeff" + text,
+    lambda text: "\n" + text.replace("\n", "\r\n"),
+    lambda text: text.replace('"x"', '"\u2028\u2029\x85"'),
+])  # fmt: skip
+def test_lines_end_at_line_feeds_only(change: Callable[[str], str], tmp_path: Path) -> None:
+    """JSON may hold other line separators inside strings; a byte order mark and blank lines are skipped."""
+    text = change(lines(aiperf_record("a", 0, {"0": 5}, note="x"), aiperf_record("b", 0, {"1": 5})))
+    path = tmp_path / "result"
+    path.write_bytes(text.encode())
+    assert [item.name for item in read_result(path).conversations] == ["a", "b"]
 
 
 def test_rows_of_an_interrupted_run_are_read_without_a_cut_off_last_line(tmp_path: Path) -> None:
@@ -386,7 +408,8 @@ def test_each_sample_is_recognised_by_one_format_only(tmp_path: Path) -> None:
 
 
 def test_totals_are_compared_without_an_interval_and_with_the_reason(tmp_path: Path) -> None:
-    for name, content in (("a.json", VLLM), ("b.json", VLLM | {"spec_decode_acceptance_length": 3.3})):
+    better = VLLM | {"spec_decode_acceptance_length": 3.3, "spec_decode_accepted_tokens": 2300}
+    for name, content in (("a.json", VLLM), ("b.json", better)):
         (tmp_path / name).write_text(json.dumps(content))
     arguments = "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")
     (found,) = json.loads(support.run_main(*arguments, "--json").out)["comparisons"]

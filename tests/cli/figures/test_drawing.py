@@ -4,6 +4,7 @@ import math
 import re
 import struct
 import time
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import TypeVar
 from xml.etree import ElementTree
@@ -200,6 +201,13 @@ def test_pictures_have_the_width_of_a_column_and_the_same_bytes_each_time() -> N
     assert len(pdf) < 20_000
     time.sleep(1.1 - time.time() % 1)
     assert (paint(drawing, "png"), paint(drawing, "pdf")) == (png, pdf), "no date in the files"
+
+
+def test_a_difference_says_which_result_is_subtracted() -> None:
+    """Also alone, where a curve of another figure needs no name."""
+    drawn = figure("curve", (value(0.1), value(0.2)))
+    for item, is_named in ((drawn, False), (replace(drawn, name="differences"), True)):
+        assert ("series 0" in [label.text for label in shapes_of(lay_out(item), Label)]) is is_named
 
 
 def test_a_picture_shows_a_dollar_sign_as_it_is() -> None:

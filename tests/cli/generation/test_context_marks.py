@@ -16,6 +16,8 @@ from dflash_cli.generation.context_marks import context_marks, trained_length
     ("card", "length"),
     [
         ("Trained on sequences of 1024 tokens.", 1024),
+        ("Trained on sequences of up to 1,024 tokens.", 1024),
+        ("Training sequences: 120000", None),
         ("## Training\n\n- lr 3e-4, max-length 3072, block-size 16", 3072),
         ("This model was trained with max_length 8192, on 4 nodes.", 8192),
         ("## Training details\n| max sequence length | 4,096 |", 4096),

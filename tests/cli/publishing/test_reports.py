@@ -235,6 +235,12 @@ def test_a_picture_is_the_same_each_time(form: Literal["svg", "png", "pdf"], fil
     assert first == again
 
 
+def test_characters_that_the_font_lacks_are_told_in_one_line(files: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = support.run_main("report", "a.json", "b.json", "--figure", "positions", "--name", "日,b", "-o", "x.png")
+    assert (done.code, done.notices, len(done.err.splitlines())) == (0, ("characters-not-drawn",), 1)
+
+
 def test_one_figure_has_the_width_of_a_column_and_the_names_of_the_user(files: Path) -> None:
     text = written("a.json", "b.json", "--figure", "positions", "--name", "DFlash,EAGLE-3", "-o", "figure.svg")
     whole = ElementTree.fromstring(text)

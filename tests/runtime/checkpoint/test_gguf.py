@@ -154,6 +154,9 @@ def test_another_file_is_not_gguf(tmp_path: Path) -> None:
     refuse_gguf(path)
     with refuses(CheckpointError, "not-gguf", path=path):
         read_gguf(path)
+    named = path.rename(tmp_path / "model.gguf")
+    with refuses(CheckpointError, "not-gguf", path=named):
+        open_stored(named)
 
 
 def test_dotted_keys_become_objects_unless_another_key_is_in_the_way() -> None:

@@ -100,6 +100,10 @@ def test_a_stream_without_any_end_is_cut(more: str, is_cut: bool) -> None:
     assert (found.is_cut, found.text) == (is_cut, "a")
 
 
+def test_a_stream_may_hold_line_separators_inside_a_text() -> None:
+    assert read_streamed_call(STREAM.replace('"a"', '"a\u2028\x85b"')).text == "a\u2028\x85b"
+
+
 def test_an_answer_that_is_no_stream_is_not_cut() -> None:
     assert not read_streamed_call('{"choices": []}').is_cut
     with pytest.raises(ValueError, match="Unterminated"):

@@ -15,7 +15,8 @@ WINDOWED = support.Shape(windows=(16, None))
 def case(rule: str, key: str, *names: str, shape: support.Shape = support.SMALL, **changes: Any) -> Case:
     """A draft for llama.cpp with `changes` of its metadata."""
     fields = {name: changes.pop(name) for name in ("severity", "engines", "target") if name in changes}
-    return Case(rule=rule, at=f"draft.gguf:{key}", names=names, spoil=gguf_files.as_gguf(shape, **changes), **fields)
+    place = f"draft.gguf:{key}" if key else "draft.gguf"
+    return Case(rule=rule, at=place, names=names, spoil=gguf_files.as_gguf(shape, **changes), **fields)
 
 
 def with_a_narrow_norm(folder: Path) -> None:
@@ -55,5 +56,9 @@ CASES = [
     case("C12", "tokenizer.ggml.mask_token_id", tokenizer__ggml__mask_token_id=support.REMOVED),
     case("C19", "dflash.attention.causal", severity="warning", shape=WINDOWED,
          dflash__attention__causal=support.REMOVED),
+    case("C48", "dflash.rope.dimension_count", "4", "8", dflash__rope__dimension_count=4),
+    case("C48", "dflash.rope.scaling.attn_factor", "0.5", dflash__rope__scaling__attn_factor=0.5),
+    case("C00", "", "dflash.attention.value_length", "4", "8", dflash__attention__value_length=4),
+    case("C00", "", "dflash.attention.head_count_kv", dflash__attention__head_count_kv=[2, 1]),
     case("P06", "dflash.target_layers", "8", dflash__target_layers=[1, 9], target=nothing),
 ]  # fmt: skip
