@@ -273,7 +273,10 @@ def test_a_missing_folder_of_an_output_has_one_code(option: str, tmp_path: Path)
             ["convert", "tiny", "out", "--to", "speculator"],
             "error: unknown dialect 'speculator'; did you mean speculators?",
         ),
-        (["validate", "tiny", "--engine", "trtllm"], "error: --engine: unknown engine 'trtllm' (known: "),
+        (
+            ["validate", "tiny", "--engine", "trtllm"],
+            "error: --engine: unknown engine 'trtllm'; did you mean tensorrt-llm?",
+        ),
         (["validate", "tiny", "--engine", "vlm"], "error: --engine: unknown engine 'vlm'; did you mean vllm?"),
         (["generate", "x", "-n", "0"], "error: --max-new-tokens: found 0, "),
     ],

@@ -19,6 +19,7 @@ from dflash_testing.reader_fuzzing import Read, Reader, as_json
 from dflash_testing.server_forms import METRICS, documents, llama_answer, sglang_answer, vllm_answer
 
 PLAIN = Variant(is_plain=True)
+TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"index": 0, "function": {"name": "f", "arguments": '{"a": 1}'}}
 TOOL_CALL = {
     "choices": [{"message": {"content": None, "tool_calls": [CALL]}, "finish_reason": "tool_calls"}],
@@ -78,8 +79,8 @@ def _answers_of(engine: str) -> Read:
             lambda: server.next_logprobs([1]),
             lambda: server.encode("a"),
             lambda: server.score([1], [2, 3]) if server.can_score else None,
-            lambda: server.call_tool([], {}, max_new_tokens=1),
-            lambda: server.call_tool([], {}, max_new_tokens=1, is_streamed=True),
+            lambda: server.call_tool([], TOOL, max_new_tokens=1),
+            lambda: server.call_tool([], TOOL, max_new_tokens=1, is_streamed=True),
         ):
             with suppress(DFlashError):
                 ask()
