@@ -5,8 +5,9 @@
 
 The command starts one process per GPU. First the whole pair is timed on GPU 0, then its shares on all GPUs, with each
 way of adding up their parts (`--all-reduce`). All have the same weights, made on the devices. A time is wall time per
-step of the real loop after prefill. The ratio is this time over the time of one GPU. `--sums` also times sums alone,
-64 in a CUDA graph. Rows are JSON lines, written at once; the table comes last. The exit code is 1 if an arm failed.
+step of the real loop after prefill. The ratio is this time over the time of one GPU. `--sums` also times sums, alone
+and with the norm after them, 64 in a CUDA graph. Rows are JSON lines, written at once; the table comes last. The exit
+code is 1 if an arm failed.
 """
 
 import argparse
@@ -14,13 +15,16 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dflash_kernels.suite import triton_kernels
 from dflash_runtime.errors import DFlashError, PeerUnreachable
+from dflash_runtime.models.layers import RMSNorm
 from dflash_runtime.ranks.exchanges import NcclExchange, connect_store, join, open_store
 from dflash_runtime.ranks.rank_group import Ranks
 from timing.arguments import counts, open_device
@@ -44,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--all-reduce", default=",".join(WAYS), help="ways to add up parts, in this order")
-    parser.add_argument("--sums", action="store_true", help="time sums alone, too")
+    parser.add_argument("--sums", action="store_true", help="time sums and norms alone, too")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs gloo, as a check")
     parser.add_argument("--out", type=Path, help="write results as JSON lines")
     parser.add_argument("--profile", action="store_true", help="print the time of each kind of kernel on GPU 0")
@@ -84,28 +88,40 @@ def measure(given: argparse.Namespace, random: RandomPair, recorder: Recorder, w
 
 
 def time_sums(ranks: Ranks, device: torch.device, hidden: int, recorder: Recorder, way: str) -> None:
-    """Time sums of [parts, rows, hidden] alone, captured in a graph."""
+    """Time sums of [parts, rows, hidden], alone and with the norm after them, captured in a graph."""
     wide, narrow = torch.float32, torch.bfloat16
+    norm = RMSNorm(torch.ones(hidden, dtype=narrow, device=device), 1e-6, triton_kernels())
     for num_parts, num_rows, dtype in ((1, 1, narrow), (4, 1, wide), (4, 16, wide), (1, 16, narrow), (1, 128, narrow)):
-        numbers = torch.zeros((num_parts, num_rows, hidden), dtype=dtype, device=device)
-        ranks.total(numbers.clone())
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(NUM_SUMS):
-                ranks.total(numbers)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
-        begin.record()
-        for _ in range(10):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        us = begin.elapsed_time(end) * 100 / NUM_SUMS
+        numbers = torch.zeros((num_parts, num_rows, hidden), dtype=dtype, device=device)  # repeated sums stay finite
+        residual = numbers[0].to(narrow)
         num_bytes = numbers.numel() * numbers.element_size()
-        recorder.add("sum", {"arm": "sum", "all_reduce": way, "bytes": num_bytes, "us": us})
-        if not ranks.rank:
-            say(f"sum of {num_bytes} bytes, {way}: {us:.2f} us")
+        for arm, call in (
+            ("sum", partial(ranks.total, numbers)),
+            ("sum and norm", partial(norm.add, numbers, residual, ranks)),
+        ):
+            us = time_in_graph(call, device)
+            recorder.add("sum", {"arm": arm, "all_reduce": way, "bytes": num_bytes, "us": us})
+            if not ranks.rank:
+                say(f"{arm} of {num_bytes} bytes, {way}: {us:.2f} us")
+
+
+def time_in_graph(call: Callable[[], object], device: torch.device) -> float:
+    """The time of a call in us, in a graph of many."""
+    call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(NUM_SUMS):
+            call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    for _ in range(10):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds * 100 / NUM_SUMS
 
 
 def run_shares(

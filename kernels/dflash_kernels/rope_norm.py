@@ -21,6 +21,7 @@ from dflash_kernels.launch_config import (
     tl,
     warps_for,
 )
+from dflash_kernels.pushed_sum import Rooms, sum_of_ranks
 
 
 def rms_norm_ref(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -76,19 +77,25 @@ def norm_rope_ref(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor,
 
 
 @jit
-def sum_parts(parts, offsets, is_element, part_stride, NUM_PARTS: tl.constexpr, dtype: tl.constexpr):
-    """Add up elements of parts in order, and round to the model's dtype once, as for an uncut product."""
+def wide_sum(parts, offsets, is_element, part_stride, NUM_PARTS: tl.constexpr):
+    """Add up elements of parts in order, in float32."""
     total = tl.load(parts + offsets, mask=is_element, other=0.0).to(tl.float32)
     for part in tl.static_range(1, NUM_PARTS):
         total += tl.load(parts + part * part_stride + offsets, mask=is_element, other=0.0).to(tl.float32)
-    return total.to(dtype)
+    return total
+
+
+@jit
+def sum_parts(parts, offsets, is_element, part_stride, NUM_PARTS: tl.constexpr, dtype: tl.constexpr):
+    """Add up elements of parts in order, and round to the model's dtype once, as for an uncut product."""
+    return wide_sum(parts, offsets, is_element, part_stride, NUM_PARTS).to(dtype)
 
 
 @jit(do_not_specialize=["part_stride"])
 def _rms_norm_kernel(
-    hidden, residual, weight, normed, total, hidden_row, residual_row, part_stride, eps,
-    WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr, TILE: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    hidden, residual, weight, normed, total, room, addresses, counts, hidden_row, residual_row, part_stride, eps,
+    WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     dim = tl.arange(0, TILE)
@@ -100,7 +107,10 @@ def _rms_norm_kernel(
     let_next_launch_begin(IS_EARLY)
     if HAS_RESIDUAL:
         stream = tl.load(residual + row * residual_row + dim, mask=is_dim, other=0.0).to(tl.float32)
-    wide = sum_parts(hidden, row * hidden_row + dim, is_dim, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
+    wide = wide_sum(hidden, row * hidden_row + dim, is_dim, part_stride.to(tl.int64), NUM_PARTS)
+    if NUM_RANKS > 1:
+        wide = sum_of_ranks(wide, room, addresses, counts, row, dim, is_dim, RANK, NUM_RANKS, LENGTH, WIDTH)
+    wide = wide.to(dtype).to(tl.float32)
     if HAS_RESIDUAL:
         wide = (wide + stream).to(dtype).to(tl.float32)
         tl.store(total + row * WIDTH + dim, wide.to(dtype), mask=is_dim)
@@ -117,12 +127,21 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Compute `add_rms_norm_ref` in one launch, one program per row."""
+    return add_rms_norm_of_ranks(parts, residual, weight, eps, None)
+
+
+def add_rms_norm_of_ranks(
+    parts: Tensor, residual: Tensor, weight: Tensor, eps: float, rooms: Rooms | None
+) -> tuple[Tensor, Tensor]:
+    """Compute `add_rms_norm_ref` with the parts of all ranks, through `rooms`. The sum over ranks is rounded once."""
     require(parts.shape[1:] == residual.shape, "residual", "the shape of one part")
     require(residual.stride(1) == 1 and parts.stride(2) == 1, "parts, residual", "contiguous rows")
-    return _launch_norm(parts, residual, weight, eps)
+    return _launch_norm(parts, residual, weight, eps, rooms)
 
 
-def _launch_norm(parts: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _launch_norm(
+    parts: Tensor, residual: Tensor | None, weight: Tensor, eps: float, rooms: Rooms | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the normalised sum and the sum of parts [P, T, D], [T, D] each."""
     others = parts[0] if residual is None else residual
     check_tensors(parts, weight, others)
@@ -131,13 +150,19 @@ def _launch_norm(parts: Tensor, residual: Tensor | None, weight: Tensor, eps: fl
     check_parts(parts, others.dtype)
     num_parts, num_rows, width = parts.shape
     require(weight.shape == (width,), "weight", "one element per column")
+    message, sources = (parts, parts, parts), {"RANK": 0, "NUM_RANKS": 1, "LENGTH": 0}
+    if rooms is not None:
+        require(rooms.takes(num_rows, width), "rooms", "room for a number of each column")
+        message = (rooms.own, rooms.addresses, rooms.counts)
+        sources = {"RANK": rooms.rank, "NUM_RANKS": rooms.num_ranks, "LENGTH": rooms.own.shape[2]}
     normed = torch.empty((num_rows, width), dtype=others.dtype, device=parts.device)
     total = normed if residual is None else torch.empty_like(normed)
     if num_rows:
         tile = power_of_2(width)
         _rms_norm_kernel[(num_rows,)](
-            parts, others, weight.contiguous(), normed, total, parts.stride(1), others.stride(0), parts.stride(0), eps,
-            WIDTH=width, HAS_RESIDUAL=residual is not None, NUM_PARTS=num_parts, TILE=tile,
+            parts, others, weight.contiguous(), normed, total, *message,
+            parts.stride(1), others.stride(0), parts.stride(0), eps,
+            WIDTH=width, HAS_RESIDUAL=residual is not None, NUM_PARTS=num_parts, **sources, TILE=tile,
             num_warps=warps_for(tile), enable_fp_fusion=False, **early(parts.device),
         )  # fmt: skip
     return normed, total

@@ -21,6 +21,8 @@ from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import LONG_CONTEXT, few_rows_shape, ragged_shape
 from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.mxfp4 import Packed
+from dflash_kernels.pushed_sum import Rooms
+from dflash_kernels.rope_norm import add_rms_norm_of_ranks
 from dflash_kernels.rope_store import KVPlace
 from dflash_kernels.suite import triton_kernels
 from dflash_testing import compiling
@@ -121,6 +123,8 @@ def calls():
             kernels.follow_tree(tree, torch.ones(2, number + 1, dtype=torch.int64), 8)
     kernels.move_rows(normal(40, 36, 2, 16, 1024), slots, slots, slots)
     silu_mul(normal(40, 256))
+    rooms = Rooms(torch.empty(2, 2, 8192, dtype=torch.int64), slots[0, :2], torch.ones(64, dtype=torch.int32), 1)
+    add_rms_norm_of_ranks(torch.empty(3, 2, 4096), normal(2, 4096), normal(4096), 1e-6, rooms)
 
 made = fp8_kv_calls if HAS_FP8_KV else calls
 makes_code = sys.argv[1] != "few"

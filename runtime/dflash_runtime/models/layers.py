@@ -13,6 +13,7 @@ from torch import Tensor
 from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
 from dflash_kernels.delta_rule import Gates
 from dflash_kernels.fp8_weight import Fp8Weight
+from dflash_kernels.rope_norm import add_rms_norm_of_ranks
 from dflash_kernels.rope_store import HALVES, KVPlace, Turn
 from dflash_kernels.softmax import PLAIN, Softmax
 from dflash_kernels.suite import REFERENCE, Kernels
@@ -131,9 +132,14 @@ class RMSNorm:
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.kernels.rms_norm(hidden, self.weight, self.eps)
 
-    def add(self, parts: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a sublayer's output, in parts [P, T, D], to the residual stream -> the normalised sum, and the sum."""
-        return self.kernels.add_rms_norm(parts, residual, self.weight, self.eps)
+    def add(self, parts: Tensor, residual: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
+        """Add a sublayer's output to the residual stream -> the normalised sum, and the sum.
+
+        Each of `ranks` has parts [P, T, D] of the output.
+        """
+        if (rooms := ranks.rooms_for(parts)) is not None:
+            return add_rms_norm_of_ranks(parts, residual, self.weight, self.eps, rooms)
+        return self.kernels.add_rms_norm(ranks.total(parts), residual, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +243,7 @@ class Mixer(Protocol):
 class DecoderLayer:
     """Mixer and feed-forward on a residual stream, each after a norm. The caller applies the first norm.
 
-    Each of `ranks` computes a part of both outputs, and the ranks add the parts up.
+    Each of `ranks` computes a part of both outputs, and the norms add the parts up.
     """
 
     mixer: Mixer
@@ -277,14 +283,14 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """Normalised rows and residual stream, both [T, hidden] -> parts to add to the stream, and the stream.
 
-        The next norm adds the parts and normalises in one pass. With `wanted` [S] both results have only these rows;
+        The next norm adds the parts of all ranks. With `wanted` [S] both results have only these rows;
         of other rows only the mixer is computed.
         """
         mixed = self.mixer(layer, normed, cos, sin, attend)
         if wanted is not None:
             mixed, residual = mixed[wanted], residual[wanted]
-        normed, residual = self.mlp_norm.add(self.ranks.total(self.mixer.output.parts(mixed)), residual)
-        return self.ranks.total(self.mlp(normed)), residual
+        normed, residual = self.mlp_norm.add(self.mixer.output.parts(mixed), residual, self.ranks)
+        return self.mlp(normed), residual
 
 
 LayerReader = Callable[[Weights, str, TargetConfig | DraftConfig, Kernels], DecoderLayer]
@@ -327,7 +333,7 @@ class DecoderStack:
     ) -> None:
         kernels, layers = placement.kernels, range(config.num_layers)
         read = (read_layer(weights, f"{prefix}layers.{index}", config, kernels) for index in layers)
-        self.layers = [replace(layer, ranks=ranks) for layer in read]
+        self.layers, self._ranks = [replace(layer, ranks=ranks) for layer in read], ranks
         names = [*(f"layers.{index}.input_layernorm" for index in layers), "norm"]
         self.norms = [RMSNorm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps, kernels) for name in names]
         rotary_dim = config.rotary_dim if isinstance(config, TargetConfig) else None
@@ -358,7 +364,7 @@ class DecoderStack:
         kept = wanted if last not in taps else None
         for index, layer in enumerate(self.layers):
             added, residual = layer(index, normed, residual, cos, sin, attend, kept if index == last else None)
-            normed, residual = self.norms[index + 1].add(added, residual)
+            normed, residual = self.norms[index + 1].add(added, residual, self._ranks)
             if index in taps:
                 outputs[index] = residual
         return normed if wanted is None or kept is not None else normed[wanted], outputs

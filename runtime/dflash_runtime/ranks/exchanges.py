@@ -1,9 +1,11 @@
 """Exchanges of tensors over torch.distributed: gloo in host memory, NCCL and peer memory between GPUs.
 
 The one-shot sum reads the other GPUs' numbers from their memory, so a small message needs one launch and one round
-trip. It uses torch's symmetric memory without multicast, and only if it gives equal bits on all ranks at start.
+trip. If a norm follows, its launch adds up the numbers of all ranks, which they write into each other's memory
+(`dflash_kernels.pushed_sum`). Both use torch's symmetric memory without multicast, and only if they give equal bits on
+all ranks at start.
 
-Axis letters: N ranks.
+Axis letters: N ranks, P parts, T rows, D width.
 """
 
 import logging
@@ -19,6 +21,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from dflash_kernels.launch_config import HAS_TRITON
+from dflash_kernels.pushed_sum import SLOTS, Rooms
+from dflash_kernels.rope_norm import add_rms_norm_of_ranks
 from dflash_runtime.errors import PeerUnreachable, UnsupportedError
 from dflash_runtime.ranks.rank_group import ENDED, LIMIT_S, Explain, Ranks, no_explanation
 
@@ -37,6 +42,12 @@ PARTS_BYTES = 128 * 2**10
 
 REASON_S = 5.0
 """Seconds in which the reason arrives why another rank has ended, after its connection was lost."""
+
+MESSAGE_NUMBERS = 2**19
+"""The most numbers of all rows that ranks write into each other's memory for one norm, 8 bytes each."""
+
+MESSAGE_ROWS = 128
+"""The most rows of such a message. From more rows on, a sum of its own is faster."""
 
 ALIGNMENT = 16
 """A one-shot sum moves multiples of this many bytes."""
@@ -66,6 +77,9 @@ class GlooExchange:
         self._checked(lambda: self._group.allreduce([tensor]).wait())
         return tensor
 
+    def rooms_for(self, parts: Tensor) -> None:
+        """See `Exchange`."""
+
     def gather(self, tensor: Tensor) -> Tensor:
         """See `Exchange`."""
         found = tensor.new_empty((self._size, *tensor.shape))
@@ -91,12 +105,16 @@ class NcclExchange:
     def sum(self, tensor: Tensor) -> Tensor:
         """See `Exchange`."""
         one_shot = self.one_shot
-        if len(tensor) > 1 and (one_shot is None or tensor.numel() * tensor.element_size() > PARTS_BYTES):
+        if len(tensor) > 1 and tensor.numel() * tensor.element_size() > PARTS_BYTES:
             tensor = tensor.sum(0, keepdim=True)
         if one_shot is not None and one_shot.takes(tensor):
             return one_shot(tensor)
         dist.all_reduce(tensor)
         return tensor
+
+    def rooms_for(self, parts: Tensor) -> Rooms | None:
+        """See `Exchange`."""
+        return None if self.one_shot is None else self.one_shot.rooms_for(parts)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """See `Exchange`."""
@@ -108,7 +126,7 @@ class NcclExchange:
 class OneShotSum:
     """The sum of a small message, read from the memory of all GPUs in one launch."""
 
-    def __init__(self, device: torch.device, size: int) -> None:
+    def __init__(self, device: torch.device, rank: int, size: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         self._name = dist.group.WORLD.group_name
@@ -118,6 +136,26 @@ class OneShotSum:
             room = symmetric.empty(ONE_SHOT_BYTES // dtype.itemsize, dtype=dtype, device=device)
             symmetric.rendezvous(room, self._name)
             self._rooms[dtype] = room
+        own = symmetric.empty((SLOTS, size, MESSAGE_NUMBERS), dtype=torch.int64, device=device)
+        room_of = symmetric.rendezvous(own, self._name).get_buffer
+        addresses = [room_of(other, own.shape, own.dtype).data_ptr() for other in range(size)]
+        counts = torch.zeros(MESSAGE_ROWS, dtype=torch.int32, device=device)
+        self._pushed = Rooms(own, torch.tensor(addresses, device=device), counts, rank)
+        self._width = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all messages. Until this has ended on all ranks, none may use the sum."""
+        self._width = 0
+        self._pushed.own.zero_()
+        self._pushed.counts.zero_()
+        torch.cuda.synchronize(self._pushed.own.device)
+
+    def rooms_for(self, parts: Tensor) -> Rooms | None:
+        """See `Exchange`. All rows have the width of the first ones."""
+        _, num_rows, width = parts.shape
+        self._width = self._width or width
+        return self._pushed if HAS_TRITON and width == self._width and self._pushed.takes(num_rows, width) else None
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether this sum takes the dtype and the size of a tensor."""
@@ -176,12 +214,16 @@ def _open_one_shot(ranks: Ranks, device: torch.device) -> OneShotSum | None:
     """The one-shot sum, or None if a rank cannot open it or if the ranks get other bits than NCCL up to rounding."""
     found: OneShotSum | None = None
     try:
-        found = OneShotSum(device, ranks.size)
+        found = OneShotSum(device, ranks.rank, ranks.size)
     except Exception as error:  # torch raises errors of many kinds, by driver and by topology
         logger.info("no one-shot sums: %s", str(error).strip().split("\n")[0])
     if not ranks.least(int(found is not None)) or found is None:
         return None
-    agrees = all(_agrees(found, ranks, device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    ranks.least(1)  # all rooms are empty
+    agrees = all([_agrees(found, ranks, device, dtype) for dtype in (torch.bfloat16, torch.float32)])
+    torch.cuda.synchronize(device)
+    ranks.least(1)  # all ranks have read all messages
+    found.clear()
     return found if ranks.least(int(agrees)) else None
 
 
@@ -189,13 +231,18 @@ def _agrees(one_shot: OneShotSum, ranks: Ranks, device: torch.device, dtype: tor
     """Whether sums of random numbers are equal on all ranks, and equal NCCL's up to rounding."""
     largest_error = 0.0
     has_equal_bits = True
-    for count in (8, 4096, 65536):
-        generator = torch.Generator().manual_seed(ranks.rank * 1000 + count)
-        numbers = torch.randn((1, 1, count), generator=generator).to(device, dtype)
-        found, expected = one_shot(numbers.clone()), ranks.total(numbers.clone())
-        every = ranks.gather(found[0])
-        has_equal_bits &= bool((every.view(ranks.size, count) == found.view(1, count)).all())
-        largest_error = max(largest_error, float((found.float() - expected.float()).abs().max()))
+    for num_rows, width in ((1, 4096), (16, 4096), (1, 8)):
+        generator = torch.Generator().manual_seed(ranks.rank * 1000 + num_rows * width)
+        numbers = torch.randn((1, num_rows, width), generator=generator).to(device, dtype)
+        expected = ranks.total(numbers.clone())[0]
+        sums = [one_shot(numbers.clone())[0]]
+        if (rooms := one_shot.rooms_for(numbers)) is not None:
+            none, ones = torch.zeros_like(expected), expected.new_ones(width)
+            sums.append(add_rms_norm_of_ranks(numbers, none, ones, 1e-6, rooms)[1])
+        for found in sums:
+            every = ranks.gather(found).view(num_rows, ranks.size, width)
+            has_equal_bits &= bool((every == found[:, None]).all())
+            largest_error = max(largest_error, float((found.float() - expected.float()).abs().max()))
     return has_equal_bits and largest_error <= math.sqrt(ranks.size) * 16 * torch.finfo(dtype).eps
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dflash_kernels.pushed_sum import Rooms
 from dflash_runtime.errors import DFlashError, PeerUnreachable
 
 LIMIT_S = 1800.0
@@ -43,6 +44,10 @@ class Exchange(Protocol):
 
         May overwrite its contiguous argument.
         """
+        ...
+
+    def rooms_for(self, parts: Tensor) -> Rooms | None:
+        """Return where a norm adds up parts [P, T, D] of all ranks, or None if they need a sum of their own."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -75,6 +80,10 @@ class Ranks:
         if self.on_device is None:
             return parts
         return self.on_device.sum(parts.contiguous())
+
+    def rooms_for(self, parts: Tensor) -> Rooms | None:
+        """Return where a norm adds up parts [P, T, D] of all ranks, or None if `total` does."""
+        return None if self.on_device is None else self.on_device.rooms_for(parts)
 
     def gather(self, columns: Tensor) -> Tensor:
         """Columns [T, W] of this rank -> the columns of all ranks side by side, [T, N * W]."""
