@@ -57,9 +57,8 @@ def sandwich_norm_ref(
 
 
 @jit
-def _normed(wide, weight, dim, is_dim, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
+def _normed(wide, weights, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
     """Return a normalised row, rounded to the model's dtype, as float32."""
-    weights = tl.load(weight + dim, mask=is_dim, other=0.0)
     scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)).to(weights.dtype).to(tl.float32)
     return (scaled * weights.to(tl.float32)).to(dtype).to(tl.float32)
 
@@ -75,6 +74,16 @@ def _sandwich_norm_kernel(
     dim = tl.arange(0, TILE)
     is_dim = dim < WIDTH
     dtype: tl.constexpr = normed.dtype.element_ty
+    # Load the weights before the rows, so that all loads wait for memory at the same time.
+    inner_weights = tl.load(inner + dim, mask=is_dim, other=0.0)
+    if NUM_SECOND:
+        first_weights = tl.load(first_norm + dim, mask=is_dim, other=0.0)
+        second_weights = tl.load(second_norm + dim, mask=is_dim, other=0.0)
+    outer_weights = ()
+    for index in tl.static_range(NUM_NORMS):
+        outer_weights += (tl.load(outer + index * WIDTH + dim, mask=is_dim, other=0.0),)
+    if HAS_SCALE:
+        factor = tl.load(scale).to(tl.float32)
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
     stream = tl.load(residual + row * residual_row + dim, mask=is_dim, other=0.0).to(tl.float32)
@@ -82,14 +91,14 @@ def _sandwich_norm_kernel(
     if NUM_SECOND:
         offsets = row * second_row + dim
         other = sum_parts(second, offsets, is_dim, second_stride.to(tl.int64), NUM_SECOND, dtype).to(tl.float32)
-        wide = _normed(wide, first_norm, dim, is_dim, eps, WIDTH, dtype)
-        wide = (wide + _normed(other, second_norm, dim, is_dim, eps, WIDTH, dtype)).to(dtype).to(tl.float32)
-    wide = (stream + _normed(wide, inner, dim, is_dim, eps, WIDTH, dtype)).to(dtype).to(tl.float32)
+        wide = _normed(wide, first_weights, eps, WIDTH, dtype)
+        wide = (wide + _normed(other, second_weights, eps, WIDTH, dtype)).to(dtype).to(tl.float32)
+    wide = (stream + _normed(wide, inner_weights, eps, WIDTH, dtype)).to(dtype).to(tl.float32)
     if HAS_SCALE:
-        wide = (wide * tl.load(scale).to(tl.float32)).to(dtype).to(tl.float32)
+        wide = (wide * factor).to(dtype).to(tl.float32)
     tl.store(total + row * WIDTH + dim, wide.to(dtype), mask=is_dim)
     for index in tl.static_range(NUM_NORMS):
-        found = _normed(wide, outer + index * WIDTH, dim, is_dim, eps, WIDTH, dtype)
+        found = _normed(wide, outer_weights[index], eps, WIDTH, dtype)
         tl.store(normed + (index * num_rows.to(tl.int64) + row) * WIDTH + dim, found.to(dtype), mask=is_dim)
 
 
