@@ -137,7 +137,8 @@ class RMSNorm:
 
         Each of `ranks` has parts [P, T, D] of the output.
         """
-        if (rooms := ranks.rooms_for(parts)) is not None:
+        rooms = ranks.rooms_for(parts) if self.kernels.name == "triton" else None
+        if rooms is not None:
             return add_rms_norm_of_ranks(parts, residual, self.weight, self.eps, rooms)
         return self.kernels.add_rms_norm(ranks.total(parts), residual, self.weight, self.eps)
 
