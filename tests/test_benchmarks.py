@@ -23,10 +23,11 @@ import tune_times
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.candidates import candidates_for
 from dflash_cli.tuning.step_costs import read_step_costs
+from dflash_kernels.launch_config import AttentionShape, BalancedShape
 from dflash_kernels.suite import triton_kernels
 from dflash_testing.benchmarks import SMALL, run
 from timing.floors import Rates
-from timing.shapes import BLOCK
+from timing.shapes import BLOCK, SHAPES
 
 
 @pytest.mark.slow
@@ -167,6 +168,24 @@ def test_attention_is_timed_and_compared(
     monkeypatch.setattr(attention.Layers, "attend", lambda layers, kernels: layers._blocks[0, ..., :4, :])
     assert attention.main(given) == 0
     assert all(float(line.split()[-1]) > 50 for line in capsys.readouterr().out.splitlines()[-2:])
+
+
+@pytest.mark.triton
+def test_a_sweep_runs_other_tilings_of_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The heads of full layers, in parts and in equal shares."""
+    monkeypatch.setattr(attention, "CAPACITY", 64)
+    monkeypatch.setattr(attention, "pick_kernels", lambda *_: triton_kernels())
+    wanted = [AttentionShape(16, 16, 2, 1), BalancedShape(16, 16, 2, 1, num_whole=2)]
+    every = list(attention.tilings(attention.Case.parse("3x4@30"), SHAPES["small-gemma"], torch.device("cpu")))
+    assert {type(item) for item in every} == {AttentionShape, BalancedShape}
+    monkeypatch.setattr(attention, "tilings", lambda *_: wanted)
+    out = tmp_path / "attention.jsonl"
+    given = ["--shape", "small-gemma", "--device", "cpu", "--cases", "3x4@30", "--full", "--sweep", "--out", str(out)]
+    assert attention.main(given) == 0
+    first, *tried = [json.loads(line) for line in out.read_text().splitlines()]
+    assert first["kind"] == "attention"
+    assert [row["tiling"] for row in tried] == [str(item) for item in wanted]
+    assert all(row["error"] < 1e-5 for row in tried)
 
 
 @pytest.mark.parametrize("case", ["2x3", "2x0@5", "0x1@5", "1x1@9-5", "1x1@0", "1x9@32760"])

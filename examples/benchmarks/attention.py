@@ -1,27 +1,34 @@
 """Time attention of blocks over paged contexts, as a step calls it, with random keys that are in no cache.
 
     python3 examples/benchmarks/attention.py [--cases 8x16@520,64x8@64-4352] [--shape qwen3-8b] [--kv-dtype fp8]
-                                           [--out attention.jsonl]
+                                           [--full] [--sweep] [--out attention.jsonl]
 
 A case is requests x rows @ context. The context is one length for all requests, or two bounds with log-uniform lengths
 between them. The layers of the target run one after another as one CUDA graph, each over its own part of the pages.
 The floor is the bytes of queries, keys, values and results over the bandwidth of a copy. With `--kv-dtype fp8` pages
-are in FP8. The error is relative to
-float64, for the first, middle and last request. Rows are JSON lines; the table comes last. A case that fails prints
-one line, the others continue, and the exit code is 1.
+are in FP8. `--full` takes the heads of full layers, if a target has others there. The error is relative to
+float64, for the first, middle and last request. With `--sweep`, a second table has the fastest other tilings per case;
+tilings that do not fit the device are left out. Rows are JSON lines; tables come last. A case that fails prints one
+line, the others continue, and the exit code is 1.
 """
 
 import argparse
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from dflash_kernels import block_attention
+from dflash_kernels.launch_config import AttentionShape, BalancedShape, ceil_div, num_multiprocessors
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from dflash_runtime.device.settings import resolve_kv_dtype
 from timing.arguments import open_device, run_dtype
@@ -41,6 +48,10 @@ CASES = (
     "32x16@64-4352,64x16@64-4352,1x16@8200,8x16@8200,1x16@30000,8x16@30000"
 )
 NUM_TURNS = 3
+SHOWN = 5
+"""Tilings per case in the table of a sweep."""
+
+Tiling = AttentionShape | BalancedShape
 
 
 @dataclass(frozen=True)
@@ -138,6 +149,42 @@ def measure(recorder: Recorder, case: Case, layers: Layers, kernels: Kernels, ra
     recorder.add("attention", {**row, "turns": turns})
 
 
+def tilings(case: Case, shape: Shape, device: torch.device) -> Iterator[Tiling]:
+    """Tilings to try: parts of each request's keys, or equal shares of all, for one or two programs at a time."""
+    num_packed = case.num_rows * shape.heads // shape.kv_heads
+    for rows, keys, num_stages, num_warps in product((16, 32, 64, 128), (16, 32, 64, 128), (1, 2, 3), (4, 8)):
+        if rows > 16 and rows >= 4 * num_packed:
+            continue
+        places = [together * num_multiprocessors(device) for together in (1, 2)]
+        num_columns = shape.kv_heads * ceil_div(num_packed, rows)
+        for count in sorted({max(1, min(16, place // (num_columns * case.num_requests))) for place in places}):
+            yield AttentionShape(rows, keys, count, num_stages, num_warps)
+        for count in (place // num_columns for place in places):
+            if count > 1 and case.num_requests > 1:
+                whole = ceil_div(case.num_requests, count)
+                yield BalancedShape(rows, keys, count, num_stages, num_whole=whole, num_warps=num_warps)
+
+
+def using(tiling: Tiling) -> AbstractContextManager[Any]:
+    """Let block attention use a tiling."""
+    balanced = tiling if isinstance(tiling, BalancedShape) else None
+    return patch.multiple(block_attention, balanced_shape=lambda *_: balanced, attention_shape=lambda *_: tiling)
+
+
+def sweep(recorder: Recorder, case: Case, shape: Shape, layers: Layers, kernels: Kernels) -> None:
+    """Record the time of other tilings, and the error of each."""
+    device, count = layers.lens.device, layers.num_layers
+    for tiling in tilings(case, shape, device):
+        try:
+            with using(tiling):
+                error = layers.error(layers.attend(kernels))
+                us = device_ms(lambda: layers.attend(kernels), device) / count * 1000
+        except Exception as failure:  # Triton raises errors of many kinds if a tiling does not fit
+            recorder.add("misfit", {"case": case.name, "tiling": str(tiling), "error": type(failure).__name__})
+            continue
+        recorder.add("sweep", {"case": case.name, "us": us, "tiling": str(tiling), "error": error})
+
+
 def parse_cases(text: str) -> list[Case]:
     """Parse cases separated by commas."""
     return [Case.parse(item) for item in text.split(",")]
@@ -149,6 +196,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kv-dtype", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--full", action="store_true", help="heads of full layers")
+    parser.add_argument("--sweep", action="store_true", help="try other tilings, too")
     parser.add_argument("--cases", type=parse_cases, default=CASES, help="cases, such as 8x16@520,64x8@64-4352")
     parser.add_argument("--out", type=Path, help="write all rows as JSON lines")
     return parser
@@ -162,17 +211,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kernels, rates = pick_kernels("auto", device, dtype), measure_rates(device, dtype)
     torch.manual_seed(0)
     like, kv_dtype = torch.empty(0, device=device, dtype=dtype), resolve_kv_dtype(given.kv_dtype) or dtype
+    if given.full and shape.full_heads is not None:
+        shape = replace(shape, kv_heads=shape.full_heads[0], head_dim=shape.full_heads[1])
+
+    def run(case: Case) -> None:
+        layers = Layers(case, shape, like, kv_dtype)
+        measure(recorder, case, layers, kernels, rates)
+        if given.sweep:
+            sweep(recorder, case, shape, layers, kernels)
+
     with Recorder(given.out, device) as recorder:
         for case in given.cases:
-            recorder.guard(
-                {"case": case.name},
-                lambda case=case: measure(recorder, case, Layers(case, shape, like, kv_dtype), kernels, rates),  # type: ignore[misc]
-            )
+            recorder.guard({"case": case.name}, partial(run, case))
         rows = [
             (row["case"], row["us"], row["floor_us"], row["ratio"], 100 * row["error"])
             for row in recorder.of("attention")
         ]
         print(table(("requests x rows @ context", "us per layer", "floor", "ratio", "error %"), rows))
+        for case in given.cases if given.sweep else ():
+            tried = sorted((row for row in recorder.of("sweep") if row["case"] == case.name), key=lambda row: row["us"])
+            best = [(case.name, row["us"], 100 * row["error"], row["tiling"]) for row in tried[:SHOWN]]
+            print(table(("requests x rows @ context", "us per layer", "error %", "tiling"), best))
         return 1 if recorder.num_failures else 0
 
 

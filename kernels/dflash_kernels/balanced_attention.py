@@ -224,7 +224,7 @@ def launch_balanced(
     _balanced_attention_kernel[(num_row_tiles, num_kv, shape.num_programs)](
         *tensors, page_table, context_lens, firsts, counts, sinks, out, parts, part_lses, *strides,
         num_requests, num_rows, page_table.shape[1], shape.num_whole, scale, value_scale,
-        PAGE_SIZE=page_size, CAP=cap, **cut, num_warps=4, num_stages=shape.num_stages,
+        PAGE_SIZE=page_size, CAP=cap, **cut, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     tile = min(shape.rows, shape.combined_rows)
     _combine_shares_kernel[(ceil_div(num_packed, tile), num_kv, num_requests)](

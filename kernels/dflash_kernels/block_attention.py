@@ -292,7 +292,7 @@ def launch_blocks(
     _block_attention_kernel[(num_row_tiles, num_requests * num_kv, num_splits)](
         *tensors, page_table, context_lens, firsts, counts, softmax.sinks, parts, part_lses, *strides,
         num_rows, page_table.shape[1], num_out, factor_of_products(head_dim, scales), scales.value,
-        CAP=cap, **cut, num_warps=4, num_stages=shape.num_stages,
+        CAP=cap, **cut, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if num_splits > 1:
         combine_parts(parts, part_lses, context_lens, out, num_rows, page_table.shape[1], cut, firsts, counts)

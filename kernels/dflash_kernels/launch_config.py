@@ -200,6 +200,7 @@ class AttentionShape:
     keys: int
     num_splits: int
     num_stages: int
+    num_warps: int = 4
 
 
 MAX_SPLITS = 16
@@ -269,6 +270,7 @@ class BalancedShape:
     num_stages: int
     combined_rows: int = 16
     num_whole: int = 0
+    num_warps: int = 4
 
 
 LEAST_SHARE = constexpr(4)
