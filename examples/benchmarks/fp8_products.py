@@ -1,11 +1,13 @@
 """Time the products of a layer in FP8 with several launch parameters, beside bfloat16, with weights of a real shape.
 
     python3 examples/benchmarks/fp8_products.py [--rows 1,16,128,512] [--shape qwen3-8b] [--form block] [--sweep]
+    python3 examples/benchmarks/fp8_products.py --rounded qkv,gate_up
 
 Each product runs over weights of ten layers in one CUDA graph, so that caches stay cold. GB/s are the bytes of the
-weight per second. The first table has the parameters that the runtime chooses, and the product in bfloat16 by our
-kernel or a library. With `--sweep`, a second table has the fastest other parameters per product and number of rows. A
-sweep stops after `--seconds`; parameters that do not fit the device are left out.
+weight per second. Rows of products in `--rounded` are rounded before, as by the norm of a step. The first table has the
+parameters that the runtime chooses, and the product in bfloat16 by our kernel or a library. With `--sweep`, a second
+table has the fastest other parameters per product and number of rows. A sweep stops after `--seconds`; parameters that
+do not fit the device are left out.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from dflash_kernels import fp8_product
 from dflash_kernels.fp8_config import Fp8Shape, fp8_product_shape
-from dflash_kernels.fp8_weight import Fp8Weight, to_fp8
+from dflash_kernels.fp8_weight import Fp8Weight, Rounded, Rows, plain_rows, round_rows_ref, to_fp8
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from timing.arguments import counts, open_device, run_dtype
 from timing.ceilings import device_ms
@@ -54,18 +56,19 @@ class Product:
     def depth(self) -> int:
         return self.weights[0].shape[1]
 
-    def chosen(self, rows: Tensor) -> Fp8Shape:
+    def chosen(self, rows: Rows) -> Fp8Shape:
         """The runtime's parameters."""
+        plain = plain_rows(rows)
         return fp8_product_shape(
-            len(rows), self.num_columns, self.depth, self.weights[0].block[1], rows.element_size(), rows.device,
-            has_parts=not self.is_gated, is_gated=self.is_gated,
+            len(plain), self.num_columns, self.depth, self.weights[0].block[1], plain.element_size(), plain.device,
+            has_parts=not self.is_gated, is_gated=self.is_gated, is_rounded=isinstance(rows, Rounded),
         )  # fmt: skip
 
     def run_plain(self, kernels: Kernels, rows: Tensor) -> None:
         for weight in self.plain:
             (kernels.gated_product if self.is_gated else kernels.product_parts)(rows, weight)
 
-    def run(self, kernels: Kernels, rows: Tensor, shape: Fp8Shape) -> None:
+    def run(self, kernels: Kernels, rows: Rows, shape: Fp8Shape) -> None:
         for weight in self.weights:
             if kernels is REFERENCE:
                 (kernels.fp8_gated_product if self.is_gated else kernels.fp8_product_parts)(rows, weight)
@@ -89,6 +92,12 @@ def make_products(shape: Shape, form: tuple[int, int], device: torch.device, dty
     return products
 
 
+def make_rows(product: Product, count: int, *, is_rounded: bool) -> Rows:
+    """Random rows [count, K]."""
+    rows = torch.randn(count, product.depth).to(product.plain[0])
+    return round_rows_ref(rows, product.weights[0]) if is_rounded else rows
+
+
 def candidates(chosen: Fp8Shape, num_rows: int, *, is_gated: bool) -> Iterator[Fp8Shape]:
     """Other parameters. The parameters with the largest effect come first."""
     if num_rows <= 32:
@@ -102,7 +111,7 @@ def candidates(chosen: Fp8Shape, num_rows: int, *, is_gated: bool) -> Iterator[F
                 )  # fmt: skip
         yield replace(chosen, rounds_in_place=not chosen.rounds_in_place)
         if num_rows <= 8:
-            yield replace(chosen, rows=8)
+            yield replace(chosen, rows=16)
         return
     for rows, columns, num_warps, num_stages in (
         (64, 64, 4, 4), (64, 128, 4, 4), (64, 128, 8, 4), (128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 8, 3),
@@ -116,14 +125,15 @@ def candidates(chosen: Fp8Shape, num_rows: int, *, is_gated: bool) -> Iterator[F
             )  # fmt: skip
 
 
-def measure(recorder: Recorder, product: Product, kernels: Kernels, rows: Tensor, shape: Fp8Shape, kind: str) -> None:
+def measure(recorder: Recorder, product: Product, kernels: Kernels, rows: Rows, shape: Fp8Shape, kind: str) -> None:
     """Record microseconds per product."""
-    us = time_us(lambda: product.run(kernels, rows, shape), rows.device)
+    plain = plain_rows(rows)
+    us = time_us(lambda: product.run(kernels, rows, shape), plain.device)
     weight = product.weights[0]
     num_bytes = weight.values.numel() + 4 * weight.scales.numel()
     recorder.add(kind, {
-        "product": product.name, "rows": len(rows), "us": us, "gb_per_s": num_bytes / us / 1000,
-        "shape": _text(shape),
+        "product": product.name, "rows": len(plain), "us": us, "gb_per_s": num_bytes / us / 1000,
+        "shape": _text(shape) + (" by the norm" if plain is not rows else ""),
     })  # fmt: skip
 
 
@@ -154,6 +164,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=counts, default="1,16,128,512")
     parser.add_argument("--products", default="qkv,o,gate_up,down", help="products to measure")
+    parser.add_argument("--rounded", default="", help="products whose rows are rounded before")
     parser.add_argument("--sweep", action="store_true", help="also try other launch parameters")
     parser.add_argument("--seconds", type=float, default=200, help="longest sweep (default: 200)")
     parser.add_argument("--out", type=Path, help="write all rows as JSON lines")
@@ -167,10 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = run_dtype(device)
     kernels = pick_kernels("auto", device, dtype)
     torch.manual_seed(0)
-    wanted = given.products.split(",")
+    wanted, rounded = given.products.split(","), given.rounded.split(",")
     products = make_products(SHAPES[given.shape], FORMS[given.form], device, dtype)
     inputs = {
-        (product.name, count): torch.randn(count, product.depth, device=device, dtype=dtype)
+        (product.name, count): make_rows(product, count, is_rounded=product.name in rounded)
         for product in products for count in given.rows
     }  # fmt: skip
     products = [product for product in products if product.name in wanted]
@@ -178,13 +189,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for product in products:
             for count in given.rows:
                 rows = inputs[product.name, count]
+                plain = plain_rows(rows)
                 recorder.guard(
                     {"product": product.name, "rows": count},
                     lambda p=product, r=rows: measure(recorder, p, kernels, r, p.chosen(r), "fp8"),  # type: ignore[misc]
                 )
                 recorder.guard(
                     {"plain product": product.name, "rows": count},
-                    lambda p=product, r=rows: measure_plain(recorder, p, kernels, r),  # type: ignore[misc]
+                    lambda p=product, r=plain: measure_plain(recorder, p, kernels, r),  # type: ignore[misc]
                 )
         num_failures = recorder.num_failures
         _show(recorder)
@@ -195,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def sweep(
-    recorder: Recorder, products: Sequence[Product], kernels: Kernels, inputs: dict[tuple[str, int], Tensor],
+    recorder: Recorder, products: Sequence[Product], kernels: Kernels, inputs: dict[tuple[str, int], Rows],
     all_rows: Sequence[int], seconds: float,
 ) -> None:  # fmt: skip
     """Try other parameters for every product in turns until the time is over, and print the fastest."""
@@ -216,7 +228,12 @@ def sweep(
         except Exception as error:
             recorder.add(
                 "left out",
-                {"product": product.name, "rows": len(rows), "shape": _text(shape), "why": repr(error)[:200]},
+                {
+                    "product": product.name,
+                    "rows": len(plain_rows(rows)),
+                    "shape": _text(shape),
+                    "why": repr(error)[:200],
+                },
             )
     print(f"sweep: {time.perf_counter() - started:.0f} s, {len(waiting)} of its lists not finished")
     found = [*recorder.of("sweep"), *recorder.of("fp8")]

@@ -26,6 +26,9 @@ MIN_FP8_DEPTH = 32
 ROUNDED_IN_PLACE = 16
 """Most rows that each program rounds itself. More rows are rounded once, by a launch before the product."""
 
+LEAST_TILES = 8
+"""Fewest tiles of a part, unless the device has more multiprocessors than programs. The next launch adds up parts."""
+
 
 @lru_cache
 def has_fp8(device: torch.device) -> bool:
@@ -59,28 +62,40 @@ def fp8_product_shape(
     *,
     has_parts: bool = False,
     is_gated: bool = False,
+    is_rounded: bool = False,
 ) -> Fp8Shape:
-    """Return the tiling of a product. `block_depth` columns of a weight share a scale; `itemsize` is the rows'."""
-    inner = _tile_depth(block_depth)
+    """Return the tiling of a product. `block_depth` columns of a weight share a scale; `itemsize` is the rows'.
+
+    Few rows of a gated product that are rounded already take tiles of 16 x 64: tensor cores read both factors in FP8
+    from shared memory, and two programs share a multiprocessor. A program of a product in parts that has a
+    multiprocessor for itself gets more stages.
+    """
+    inner, is_light = _tile_depth(block_depth), is_gated and is_rounded and num_rows <= MIN_DOT
     # A gated tile of 128 rows would need more registers than there are.
-    rows = min(max(power_of_2(num_rows), LEAST_ROWS), 64 if is_gated else 128)
-    if num_rows > 2 * MIN_DOT:
+    rows = min(max(power_of_2(num_rows), MIN_DOT if is_light else LEAST_ROWS), 64 if is_gated else 128)
+    if num_rows > 2 * MIN_DOT or is_light:
         columns, num_warps = 64, 8 if rows == 128 else 4
     else:
         columns, num_warps = 128, 8 if is_gated else 4
     num_tiles = ceil_div(num_columns, columns) * ceil_div(num_rows, rows)
     num_parts = _num_parts(num_tiles, depth, inner, device) if has_parts else 1
     stage_bytes = (columns * (2 if is_gated else 1) + rows * itemsize) * inner
-    num_stages = fitting_stages(4, stage_bytes, rows * inner, device)
+    is_alone = num_parts > 1 and num_tiles * num_parts <= num_multiprocessors(device)
+    num_stages = fitting_stages(8 if is_alone else 4, stage_bytes, rows * inner, device)
     in_place = num_rows <= ROUNDED_IN_PLACE
     return Fp8Shape(rows, columns, inner, num_parts, num_stages, num_warps, rounds_in_place=in_place)
 
 
 def _num_parts(num_tiles: int, depth: int, inner: int, device: torch.device) -> int:
-    """Return the number of parts of the inner sum with which two programs run on nearly every multiprocessor."""
+    """Return the number of parts of the inner sum.
+
+    A program runs on nearly every multiprocessor, or two if parts keep LEAST_TILES.
+    """
     num_parts = 1
-    while 5 * num_tiles * num_parts < 9 * num_multiprocessors(device):
-        if num_parts == MAX_PARTS or depth < 4 * inner * num_parts:
+    while num_parts < MAX_PARTS:
+        programs = num_tiles * num_parts / num_multiprocessors(device)
+        least = LEAST_TILES if programs >= 0.9 else 2
+        if programs >= 1.8 or depth < 2 * least * inner * num_parts:
             break
         num_parts *= 2
     return num_parts

@@ -22,6 +22,7 @@ from dflash_kernels.fp8_product import (
     round_tile,
     scaled_step,
     scaled_sum,
+    scales_of_rows,
     uses_fp8,
 )
 from dflash_kernels.fp8_weight import Fp8Weight, Rounded
@@ -81,9 +82,10 @@ def _fp8_product_tile(
             is_element = is_element & (begin + inner < DEPTH)[None, :]
             is_weight = is_weight & (begin + inner < DEPTH)[None, :]
         rows = tl.load(hidden_rows[:, None] + inner[None, :] + begin, mask=is_element, other=0.0)
-        rows, row_scale = round_tile(
-            rows, row_scales, group * num_scaled + scale_column, is_row, fixed, NUM_SCALES > 1, ROUNDING, dtype
+        row_scale = scales_of_rows(
+            row_scales, begin, scale_column, num_scaled, is_row, fixed, DEPTH, BLOCK_K, NUM_SCALES, ROUNDING
         )
+        rows, row_scale = round_tile(rows, row_scale, fixed, ROUNDING, dtype)
         found = product_step(weight_rows[:, None] + inner[None, :] + begin, is_weight, tl.trans(rows), IS_FP8, dtype)
         if SECOND_ROW and IS_EVEN and NUM_SCALES > 1:
             found = tl.where(is_second[:, None], found * pick(high, tiles, tile), found * pick(low, tiles, tile))
@@ -203,12 +205,12 @@ def _some_rows(hidden: Tensor, gate_up: Fp8Weight, down: Fp8Weight, chosen: Tens
     num_programs = num_rows * num_chosen if shapes[0].is_by_route else num_experts
     inner = torch.empty((num_rows * num_chosen, depth), dtype=hidden.dtype, device=hidden.device)
     out = torch.empty((num_chosen, num_rows, width), dtype=hidden.dtype, device=hidden.device)
-    (rows, row_scales), options = _prepared(hidden, gate_up, shapes[0], num_chosen)
+    (rows, row_scales, _), options = _prepared(hidden, gate_up, shapes[0], num_chosen)
     _fp8_gated_experts_kernel[(ceil_div(depth, shapes[0].columns // 2), num_programs)](
         rows, row_scales, _stored(gate_up), gate_up.scales, chosen, inner, num_rows,
         HIDDEN_ROW=rows.stride(0), WIDTH=depth, DEPTH=width, TILE_F=shapes[0].columns // 2, **options,
     )  # fmt: skip
-    (rows, row_scales), options = _prepared(inner, down, shapes[1], num_chosen)
+    (rows, row_scales, _), options = _prepared(inner, down, shapes[1], num_chosen)
     _fp8_down_experts_kernel[(ceil_div(width, shapes[1].columns), num_programs)](
         rows, row_scales, _stored(down), down.scales, chosen, scores, out, num_rows,
         WIDTH=width, DEPTH=depth, TILE_C=shapes[1].columns, **options,
@@ -226,11 +228,11 @@ def _prepared(
     """Return the rows that a launch reads, and its options."""
     height, width = weight.block
     if weight.rounding == "none":
-        rounding, rounded = "none", Rounded(hidden, weight.scales)
+        rounding, rounded = "none", Rounded(hidden, weight.scales, hidden)
     elif weight.input_scale is not None:
-        rounding, rounded = "static", Rounded(hidden, weight.input_scale)
+        rounding, rounded = "static", Rounded(hidden, weight.input_scale, hidden)
     elif weight.has_groups and width == shape.depth:
-        rounding, rounded = "group", Rounded(hidden, weight.scales)
+        rounding, rounded = "group", Rounded(hidden, weight.scales, hidden)
     else:
         rounding, rounded = "before", round_rows(hidden, weight)
     return rounded, {

@@ -3,7 +3,8 @@
 Activations are rounded as the format of the weight says (`fp8_weight.py`). Each step of the inner sum covers columns
 with one scale. Its sum is multiplied by both scales and added in float32, because tensor cores sum FP8 in few bits.
 
-- For few rows, each program rounds the activations that it reads. This saves a launch.
+- Rows may come rounded from the norm before (`fp8_norm.py`).
+- For few other rows, each program rounds the activations that it reads. This saves a launch.
 - GPUs without products in FP8, and the interpreter, multiply the same numbers in the dtype of the activations. They
   read weights as bytes. The results are equal except for the order of sums.
 
@@ -19,25 +20,25 @@ from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_l
 from dflash_kernels.fp8_config import MIN_FP8_DEPTH, Fp8Shape, fp8_product_shape, has_fp8
 from dflash_kernels.fp8_library import library_multiplies, library_product
 from dflash_kernels.fp8_numbers import LARGEST, as_fp8, from_bytes
-from dflash_kernels.fp8_weight import FP8, Fp8Weight, Rounded, rounded_ref
+from dflash_kernels.fp8_weight import FP8, Fp8Weight, Rounded, Rows, plain_rows, rounded_ref
 from dflash_kernels.launch_config import ceil_div, check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
 
 GROUP_ELEMENTS = 2048
 """Activations per program that rounds groups."""
 
 
-def fp8_product_ref(hidden: Tensor, weight: Fp8Weight) -> Tensor:
-    """Return the product of rounded activations with a weight: [T, K], [N, K] -> [T, N] in the dtype of `hidden`."""
+def fp8_product_ref(hidden: Rows, weight: Fp8Weight) -> Tensor:
+    """Return the product of rounded activations with a weight: [T, K], [N, K] -> [T, N] in the dtype of the rows."""
     rows = rounded_ref(hidden, weight)
-    return functional.linear(rows, weight.dequantised(rows.dtype)).to(hidden.dtype)
+    return functional.linear(rows, weight.dequantised(rows.dtype)).to(plain_rows(hidden).dtype)
 
 
-def fp8_product_parts_ref(hidden: Tensor, weight: Fp8Weight) -> Tensor:
+def fp8_product_parts_ref(hidden: Rows, weight: Fp8Weight) -> Tensor:
     """Return `fp8_product_ref` as parts [P, T, N]; see `product_parts_ref`."""
     return fp8_product_ref(hidden, weight)[None]
 
 
-def fp8_gated_product_ref(hidden: Tensor, weight: Fp8Weight) -> Tensor:
+def fp8_gated_product_ref(hidden: Rows, weight: Fp8Weight) -> Tensor:
     """Return silu(gate) * up of a product with gate rows, then up rows: [T, K], [2 F, K] -> [T, F]."""
     return silu_mul_ref(fp8_product_ref(hidden, weight))
 
@@ -86,8 +87,7 @@ def round_rows(hidden: Tensor, weight: Fp8Weight) -> Rounded:
     require(hidden.stride(1) == 1, "hidden", "contiguous rows")
     length = weight.block[1] if weight.has_groups else depth
     count, fixed = ceil_div(depth, length), weight.input_scale
-    dtype = FP8 if uses_fp8(weight) else hidden.dtype
-    rounded = torch.empty((num_rows, depth), dtype=dtype, device=hidden.device)
+    rounded = torch.empty((num_rows, depth), dtype=rows_dtype(weight, hidden.dtype), device=hidden.device)
     scales = torch.empty((count, num_rows), dtype=torch.float32, device=hidden.device) if fixed is None else fixed
     padded = power_of_2(length)
     tile = min(power_of_2(count), max(GROUP_ELEMENTS // padded, 1))
@@ -97,7 +97,12 @@ def round_rows(hidden: Tensor, weight: Fp8Weight) -> Rounded:
             DEPTH=depth, LENGTH=length, IS_FIXED=fixed is not None, TILE_G=tile, TILE_L=padded,
             num_warps=min(max(tile * padded // 512, 1), 16), enable_fp_fusion=False, **early(hidden.device),
         )  # fmt: skip
-    return Rounded(rounded, scales if fixed is None else fixed.view(1, 1))
+    return Rounded(rounded, scales if fixed is None else fixed.view(1, 1), hidden)
+
+
+def rows_dtype(weight: Fp8Weight, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of rounded rows for a product with the weight. `dtype` is the model's."""
+    return FP8 if uses_fp8(weight) else dtype
 
 
 def uses_fp8(weight: Fp8Weight) -> bool:
@@ -129,16 +134,25 @@ def fixed_scale(row_scales, ROUNDING: tl.constexpr):
 
 
 @jit
-def round_tile(rows, row_scales, place, is_row, fixed, HAS_GROUPS: tl.constexpr, ROUNDING: tl.constexpr,
-               dtype: tl.constexpr):  # fmt: skip
-    """Return a tile of activations in `dtype`, and its scales [TILE_R] if each step of the sum has its own."""
-    row_scale = fixed
+def scales_of_rows(
+    row_scales, first, row, num_rows, is_row, fixed, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_SCALES: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """Return the scales of rows [TILE_R] from the column `first` on, or the fixed scale if steps have none."""
+    if ROUNDING == "before" and NUM_SCALES > 1:
+        found = tl.load(row_scales + first // BLOCK_K * num_rows + row, mask=is_row & (first < DEPTH), other=0.0)
+    else:
+        found = fixed
+    return found
+
+
+@jit
+def round_tile(rows, row_scale, fixed, ROUNDING: tl.constexpr, dtype: tl.constexpr):
+    """Return a tile of activations in `dtype` and its scales, which are other ones if the tile gets rounded here."""
     if ROUNDING == "group":
         rows, row_scale = round_group(rows, dtype)
     elif ROUNDING == "static":
         rows = as_fp8(rows.to(tl.float32) * tl.div_rn(1.0, fixed), dtype)
-    elif ROUNDING == "before" and HAS_GROUPS:
-        row_scale = tl.load(row_scales + place, mask=is_row, other=0.0)
     return rows, row_scale
 
 
@@ -211,19 +225,22 @@ def _fp8_product_kernel(
     hidden_tile = hidden + row[:, None].to(tl.int64) * hidden_row + inner[None, :]
     weight_tile = weight + column[:, None].to(tl.int64) * DEPTH + inner[None, :]
     dtype: tl.constexpr = weight.dtype.element_ty if IS_FP8 else hidden.dtype.element_ty
-    acc = tl.zeros((TILE_C, TILE_R), tl.float32)
-    up = tl.zeros((TILE_C, TILE_R), tl.float32)
+    acc, up = tl.zeros((TILE_C, TILE_R), tl.float32), tl.zeros((TILE_C, TILE_R), tl.float32)
     fixed = fixed_scale(row_scales, ROUNDING)
+    # Scales of rows are read one step ahead, so that no step waits for them.
+    begin = part * NUM_TILES * TILE_K
+    ahead = scales_of_rows(row_scales, begin, row, num_rows, is_row, fixed, DEPTH, BLOCK_K, NUM_SCALES, ROUNDING)
     for tile in range(NUM_TILES):
-        first = (part * NUM_TILES + tile) * TILE_K
+        first = begin + tile * TILE_K
         group = first // BLOCK_K
         is_row_element, is_weight = is_row[:, None], is_column[:, None]
         if NUM_TILES * NUM_PARTS * TILE_K != DEPTH:
             is_row_element = is_row_element & (first + inner < DEPTH)[None, :]
             is_weight = is_weight & (first + inner < DEPTH)[None, :]
         rows = tl.load(hidden_tile + first, mask=is_row_element, other=0.0)
-        rows, row_scale = round_tile(
-            rows, row_scales, group * num_rows + row, is_row & (first < DEPTH), fixed, NUM_SCALES > 1, ROUNDING, dtype
+        rows, row_scale = round_tile(rows, ahead, fixed, ROUNDING, dtype)
+        ahead = scales_of_rows(
+            row_scales, first + TILE_K, row, num_rows, is_row, fixed, DEPTH, BLOCK_K, NUM_SCALES, ROUNDING
         )
         turned = tl.trans(rows)
         acc += scaled_step(
@@ -249,52 +266,61 @@ def _fp8_product_kernel(
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_row[None, :] & is_column[:, None])
 
 
-def fp8_product(hidden: Tensor, weight: Fp8Weight) -> Tensor:
+def fp8_product(hidden: Rows, weight: Fp8Weight) -> Tensor:
     """Compute `fp8_product_ref`, by a library if it is faster."""
-    if uses_fp8(weight) and library_multiplies(hidden, weight):
-        return library_product(round_rows(hidden, weight), weight)
+    if _is_for_library(hidden, weight):
+        return library_product(_rounded_by_launch(hidden, weight), weight)
     return launch_product(hidden, weight, _shape_of(hidden, weight))[0]
 
 
-def fp8_product_parts(hidden: Tensor, weight: Fp8Weight) -> Tensor:
+def fp8_product_parts(hidden: Rows, weight: Fp8Weight) -> Tensor:
     """Compute `fp8_product_parts_ref`, with enough parts to fill the device, or in one part by a library."""
-    if uses_fp8(weight) and library_multiplies(hidden, weight):
+    if _is_for_library(hidden, weight):
         return fp8_product(hidden, weight)[None]
     return launch_product(hidden, weight, _shape_of(hidden, weight, has_parts=True), has_parts=True)
 
 
-def fp8_gated_product(hidden: Tensor, weight: Fp8Weight) -> Tensor:
+def fp8_gated_product(hidden: Rows, weight: Fp8Weight) -> Tensor:
     """Compute `fp8_gated_product_ref`, in two launches if a library is faster."""
-    if uses_fp8(weight) and library_multiplies(hidden, weight):
+    if _is_for_library(hidden, weight):
         return silu_mul(fp8_product(hidden, weight))
     return launch_product(hidden, weight, _shape_of(hidden, weight, is_gated=True), is_gated=True)[0]
 
 
-def _shape_of(hidden: Tensor, weight: Fp8Weight, *, has_parts: bool = False, is_gated: bool = False) -> Fp8Shape:
-    num_columns = len(weight) // 2 if is_gated else len(weight)
+def _is_for_library(hidden: Rows, weight: Fp8Weight) -> bool:
+    return uses_fp8(weight) and library_multiplies(plain_rows(hidden), weight)
+
+
+def _rounded_by_launch(hidden: Rows, weight: Fp8Weight) -> Rounded:
+    return hidden if isinstance(hidden, Rounded) else round_rows(hidden, weight)
+
+
+def _shape_of(hidden: Rows, weight: Fp8Weight, *, has_parts: bool = False, is_gated: bool = False) -> Fp8Shape:
+    num_columns, plain = len(weight) // 2 if is_gated else len(weight), plain_rows(hidden)
     return fp8_product_shape(
-        len(hidden), num_columns, hidden.shape[1], weight.block[1], hidden.element_size(), hidden.device,
-        has_parts=has_parts, is_gated=is_gated,
+        len(plain), num_columns, plain.shape[1], weight.block[1], plain.element_size(), plain.device,
+        has_parts=has_parts, is_gated=is_gated, is_rounded=isinstance(hidden, Rounded),
     )  # fmt: skip
 
 
 def launch_product(
-    hidden: Tensor, weight: Fp8Weight, shape: Fp8Shape, *, has_parts: bool = False, is_gated: bool = False
+    hidden: Rows, weight: Fp8Weight, shape: Fp8Shape, *, has_parts: bool = False, is_gated: bool = False
 ) -> Tensor:
-    """Launch the kernel, after a launch that rounds the rows if programs do not. Returns [P, T, N], or [1, T, F]."""
-    check_tensors(hidden, weight.values, weight.scales)
-    check_dtypes(hidden)
-    num_rows, depth = hidden.shape
+    """Launch the kernel, after a launch that rounds the rows if nothing did. Returns [P, T, N], or [1, T, F]."""
+    plain = plain_rows(hidden)
+    check_tensors(plain, weight.values, weight.scales)
+    check_dtypes(plain)
+    num_rows, depth = plain.shape
     require(weight.values.dim() == 2 and weight.shape[1] == depth, "weight", "as many columns as `hidden`")
     require(weight.values.is_contiguous() and weight.scales.is_contiguous(), "weight", "contiguous memory")
-    require(hidden.stride(1) == 1, "hidden", "contiguous rows")
+    require(plain.stride(1) == 1, "hidden", "contiguous rows")
     require(not is_gated or len(weight) % 2 == 0, "weight", "equally many gate rows and up rows")
     num_columns = len(weight) // 2 if is_gated else len(weight)
-    dtype = torch.float32 if shape.num_parts > 1 else hidden.dtype
-    out = torch.empty((shape.num_parts, num_rows, num_columns), dtype=dtype, device=hidden.device)
+    dtype = torch.float32 if shape.num_parts > 1 else plain.dtype
+    out = torch.empty((shape.num_parts, num_rows, num_columns), dtype=dtype, device=plain.device)
     if not num_rows:
         return out.zero_()
-    rounding, (rows, row_scales) = _rounded(hidden, weight, shape)
+    rounding, (rows, row_scales, _) = _rounded(hidden, weight, shape)
     is_fp8, num_tiles = uses_fp8(weight), ceil_div(ceil_div(depth, shape.depth), shape.num_parts)
     (height, width), num_scales = weight.block, weight.scales.shape[1]
     _fp8_product_kernel[(ceil_div(num_rows, shape.rows), ceil_div(num_columns, shape.columns), shape.num_parts)](
@@ -303,18 +329,22 @@ def launch_product(
         HAS_PARTS=has_parts, IS_GATED=is_gated, BLOCK_N=height, BLOCK_K=width, NUM_SCALES=num_scales,
         ROUNDING=rounding, IS_FP8=is_fp8, PADDED_TILES=power_of_2(num_tiles),
         TILE_R=shape.rows, TILE_C=shape.columns, TILE_K=shape.depth,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=False, **early(hidden.device),
+        num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=False, **early(plain.device),
     )  # fmt: skip
     return out
 
 
-def _rounded(hidden: Tensor, weight: Fp8Weight, shape: Fp8Shape) -> tuple[str, Rounded]:
+def _rounded(hidden: Rows, weight: Fp8Weight, shape: Fp8Shape) -> tuple[str, Rounded]:
     """Return how the kernel gets rounded rows, the rows it reads, and their scales."""
-    if weight.rounding == "none":
-        return "none", Rounded(hidden, weight.scales)
-    if shape.rounds_in_place and weight.input_scale is not None:
-        return "static", Rounded(hidden, weight.input_scale)
-    if shape.rounds_in_place and weight.has_groups and weight.block[1] == shape.depth:
-        return "group", Rounded(hidden, weight.scales)
-    rounded = round_rows(hidden, weight)
-    return ("before" if weight.input_scale is None else "fixed"), rounded
+    if isinstance(hidden, Rounded):
+        num_scales = weight.scales.shape[1] if weight.rounding == "dynamic" else 1
+        is_for_weight = weight.rounding != "none" and len(hidden.scales) == num_scales and hidden.scales.is_contiguous()
+        require(is_for_weight, "hidden", "rows rounded for the weight")
+    else:
+        if weight.rounding == "none":
+            return "none", Rounded(hidden, weight.scales, hidden)
+        if shape.rounds_in_place and weight.input_scale is not None:
+            return "static", Rounded(hidden, weight.input_scale, hidden)
+        if shape.rounds_in_place and weight.has_groups and weight.block[1] == shape.depth:
+            return "group", Rounded(hidden, weight.scales, hidden)
+    return ("before" if weight.input_scale is None else "fixed"), _rounded_by_launch(hidden, weight)

@@ -177,14 +177,25 @@ def _block_length(size: int, count: int) -> int:
 
 
 class Rounded(NamedTuple):
-    """Rows of activations in FP8.
+    """Rows of activations in FP8, and the rows before they were rounded.
 
     rows    [T, K] numbers of e4m3: e4m3 itself, or a wider dtype if the device has no products in FP8
     scales  [G, T] float32, or [1, 1] for a fixed scale
+    plain   [T, K] in the model's dtype
     """
 
     rows: Tensor
     scales: Tensor
+    plain: Tensor
+
+
+Rows = Tensor | Rounded
+"""Rows that a product reads, rounded for it or not."""
+
+
+def plain_rows(rows: Rows) -> Tensor:
+    """Return the rows in the model's dtype."""
+    return rows.plain if isinstance(rows, Rounded) else rows
 
 
 def round_rows_ref(hidden: Tensor, weight: Fp8Weight) -> Rounded:
@@ -199,26 +210,28 @@ def round_rows_ref(hidden: Tensor, weight: Fp8Weight) -> Rounded:
     if weight.input_scale is not None:
         require(weight.rounding == "static", "weight", "rounded activations")
         scale = weight.input_scale.view(1, 1)
-        return Rounded(_to_fp8(wide * (1 / scale).to(wide.dtype)), scale.float())
+        return Rounded(_to_fp8(wide * (1 / scale).to(wide.dtype)), scale.float(), hidden)
     length = weight.block[1] if weight.has_groups else depth
     count = ceil_div(depth, length)
     padded = torch.nn.functional.pad(wide, (0, count * length - depth)).view(num_rows, count, length)
     peaks = padded.abs().amax(-1).clamp(min=LEAST_PEAK)
     factors = torch.full_like(peaks, FP8_MAX) / peaks  # torch divides a number by a tensor with two roundings
     rows = _to_fp8(padded * factors[..., None]).view(num_rows, -1)[:, :depth]
-    return Rounded(rows, (peaks / torch.full_like(peaks, FP8_MAX)).T)  # a GPU multiplies by the inverse of a number
+    scales = (peaks / torch.full_like(peaks, FP8_MAX)).T.contiguous()  # a GPU multiplies by the inverse of a number
+    return Rounded(rows, scales, hidden)
 
 
 def _to_fp8(numbers: Tensor) -> Tensor:
     return numbers.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def rounded_ref(hidden: Tensor, weight: Fp8Weight) -> Tensor:
+def rounded_ref(hidden: Rows, weight: Fp8Weight) -> Tensor:
     """Return the activations [T, K] that a product with the weight uses, in float32 or float64."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    plain = plain_rows(hidden)
+    wide = torch.promote_types(plain.dtype, torch.float32)
     if weight.rounding == "none":
-        return hidden.to(wide)
-    rounded, depth = round_rows_ref(hidden, weight), hidden.shape[1]
+        return plain.to(wide)
+    rounded, depth = hidden if isinstance(hidden, Rounded) else round_rows_ref(hidden, weight), plain.shape[1]
     scales = rounded.scales.to(wide).T
     if scales.numel() == 1:
         return rounded.rows.to(wide) * scales

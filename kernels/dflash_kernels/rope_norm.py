@@ -48,6 +48,11 @@ def add_rms_norm_ref(parts: Tensor, residual: Tensor, weight: Tensor, eps: float
     return rms_norm_ref(total, weight, eps), total
 
 
+def sum_rms_norm_ref(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Add up the parts of a product [P, T, D] in the model's dtype, and normalise the sum: -> [T, D]."""
+    return rms_norm_ref(sum_parts_ref(parts, dtype), weight, eps)
+
+
 def sum_parts_ref(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Add up parts [P, ...] and round once: -> [...]."""
     return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
@@ -91,16 +96,15 @@ def sum_parts(parts, offsets, is_element, part_stride, NUM_PARTS: tl.constexpr, 
     return wide_sum(parts, offsets, is_element, part_stride, NUM_PARTS).to(dtype)
 
 
-@jit(do_not_specialize=["part_stride"])
-def _rms_norm_kernel(
-    hidden, residual, weight, normed, total, room, addresses, counts, hidden_row, residual_row, part_stride, eps,
-    WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr,
+@jit
+def normalised_row(
+    hidden, residual, weight, total, room, addresses, counts, row, hidden_row, residual_row, part_stride, eps,
+    dtype: tl.constexpr, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr,
     NUM_RANKS: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    """Return a normalised row of the summed parts [TILE] in the model's dtype; with a residual, store the sum."""
     dim = tl.arange(0, TILE)
     is_dim = dim < WIDTH
-    dtype = normed.dtype.element_ty
     # Load the weights before the sums, so that all loads wait for memory at the same time.
     weights = tl.load(weight + dim, mask=is_dim, other=0.0).to(tl.float32)
     wait_for_launches_before(IS_EARLY)
@@ -115,14 +119,34 @@ def _rms_norm_kernel(
         wide = (wide + stream).to(dtype).to(tl.float32)
         tl.store(total + row * WIDTH + dim, wide.to(dtype), mask=is_dim)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    scaled = (wide * scale).to(weight.dtype.element_ty).to(tl.float32) * weights
-    tl.store(normed + row * WIDTH + dim, scaled.to(dtype), mask=is_dim)
+    return ((wide * scale).to(weight.dtype.element_ty).to(tl.float32) * weights).to(dtype)
+
+
+@jit(do_not_specialize=["part_stride"])
+def _rms_norm_kernel(
+    hidden, residual, weight, normed, total, room, addresses, counts, hidden_row, residual_row, part_stride, eps,
+    WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr,
+    NUM_RANKS: tl.constexpr, LENGTH: tl.constexpr, TILE: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, TILE)
+    found = normalised_row(
+        hidden, residual, weight, total, room, addresses, counts, row, hidden_row, residual_row, part_stride, eps,
+        normed.dtype.element_ty, WIDTH, HAS_RESIDUAL, NUM_PARTS, RANK, NUM_RANKS, LENGTH, TILE, IS_EARLY,
+    )  # fmt: skip
+    tl.store(normed + row * WIDTH + dim, found, mask=dim < WIDTH)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute `rms_norm_ref` in one launch, one program per row."""
     rows = _rows(hidden)
-    return _launch_norm(rows[None], None, weight, eps)[0].view(hidden.shape)
+    return _launch_norm(rows[None], None, weight, eps, hidden.dtype)[0].view(hidden.shape)
+
+
+def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Compute `sum_rms_norm_ref` in one launch, one program per row."""
+    require(parts.stride(2) == 1, "parts", "contiguous rows")
+    return _launch_norm(parts, None, weight, eps, dtype)[0]
 
 
 def add_rms_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -136,26 +160,26 @@ def add_rms_norm_of_ranks(
     """Compute `add_rms_norm_ref` with the parts of all ranks, through `rooms`. The sum over ranks is rounded once."""
     require(parts.shape[1:] == residual.shape, "residual", "the shape of one part")
     require(residual.stride(1) == 1 and parts.stride(2) == 1, "parts, residual", "contiguous rows")
-    return _launch_norm(parts, residual, weight, eps, rooms)
+    return _launch_norm(parts, residual, weight, eps, residual.dtype, rooms)
 
 
 def _launch_norm(
-    parts: Tensor, residual: Tensor | None, weight: Tensor, eps: float, rooms: Rooms | None = None
+    parts: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, rooms: Rooms | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the normalised sum and the sum of parts [P, T, D], [T, D] each."""
+    """Return the normalised sum and the sum of parts [P, T, D], [T, D] each, in a dtype."""
     others = parts[0] if residual is None else residual
     check_tensors(parts, weight, others)
-    check_dtypes(others)
-    check_weight(weight, others.dtype)
-    check_parts(parts, others.dtype)
     num_parts, num_rows, width = parts.shape
+    normed = torch.empty((num_rows, width), dtype=dtype, device=parts.device)
+    check_dtypes(normed, *(() if residual is None else (residual,)))
+    check_weight(weight, dtype)
+    check_parts(parts, dtype)
     require(weight.shape == (width,), "weight", "one element per column")
     message, sources = (parts, parts, parts), {"RANK": 0, "NUM_RANKS": 1, "LENGTH": 0}
     if rooms is not None:
         require(rooms.takes(num_rows, width), "rooms", "room for a number of each column")
         message = (rooms.own, rooms.addresses, rooms.counts)
         sources = {"RANK": rooms.rank, "NUM_RANKS": rooms.num_ranks, "LENGTH": rooms.own.shape[2]}
-    normed = torch.empty((num_rows, width), dtype=others.dtype, device=parts.device)
     total = normed if residual is None else torch.empty_like(normed)
     if num_rows:
         tile = power_of_2(width)

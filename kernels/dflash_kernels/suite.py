@@ -21,6 +21,7 @@ from dflash_kernels.draft_tree import Tree, build_tree, build_tree_ref
 from dflash_kernels.expert_choice import choose_experts, choose_experts_ref
 from dflash_kernels.experts import experts, experts_ref
 from dflash_kernels.fp8_experts import fp8_experts, fp8_experts_ref
+from dflash_kernels.fp8_norm import add_round_norm, add_round_norm_ref
 from dflash_kernels.fp8_product import (
     fp8_gated_product,
     fp8_gated_product_ref,
@@ -29,7 +30,7 @@ from dflash_kernels.fp8_product import (
     fp8_product_parts_ref,
     fp8_product_ref,
 )
-from dflash_kernels.fp8_weight import Fp8Weight
+from dflash_kernels.fp8_weight import Fp8Weight, Rounded, Rows
 from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
 from dflash_kernels.given_rows import give_rows, give_rows_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
@@ -49,7 +50,14 @@ from dflash_kernels.product import (
 from dflash_kernels.ragged_attention import ragged_attention, ragged_attention_ref
 from dflash_kernels.recent_conv import recent_conv, recent_conv_ref
 from dflash_kernels.rejection import reject, reject_ref
-from dflash_kernels.rope_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
+from dflash_kernels.rope_norm import (
+    add_rms_norm,
+    add_rms_norm_ref,
+    rms_norm,
+    rms_norm_ref,
+    sum_rms_norm,
+    sum_rms_norm_ref,
+)
 from dflash_kernels.rope_store import rope_store, rope_store_ref
 from dflash_kernels.row_changes import (
     HeldRows,
@@ -100,6 +108,8 @@ class Kernels:
     kv_store: Callable[..., tuple[Tensor, Tensor]]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    sum_rms_norm: Callable[[Tensor, Tensor, float, torch.dtype], Tensor]
+    add_round_norm: Callable[[Tensor, Tensor, Tensor, float, Fp8Weight], tuple[Rounded, Tensor]]
     sandwich_norm: Callable[..., tuple[Tensor, Tensor]]
     rope_store: Callable[..., Tensor]
     product: Callable[..., Tensor]
@@ -107,9 +117,9 @@ class Kernels:
     gated_product: Callable[..., Tensor]
     choose_experts: Callable[..., tuple[Tensor, Tensor]]
     experts: Callable[..., Tensor]
-    fp8_product: Callable[[Tensor, Fp8Weight], Tensor]
-    fp8_product_parts: Callable[[Tensor, Fp8Weight], Tensor]
-    fp8_gated_product: Callable[[Tensor, Fp8Weight], Tensor]
+    fp8_product: Callable[[Rows, Fp8Weight], Tensor]
+    fp8_product_parts: Callable[[Rows, Fp8Weight], Tensor]
+    fp8_gated_product: Callable[[Rows, Fp8Weight], Tensor]
     fp8_experts: Callable[[Tensor, Fp8Weight, Fp8Weight, Tensor, Tensor], Tensor]
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
@@ -155,6 +165,8 @@ REFERENCE = Kernels(
     kv_store=kv_store_ref,
     rms_norm=rms_norm_ref,
     add_rms_norm=add_rms_norm_ref,
+    sum_rms_norm=sum_rms_norm_ref,
+    add_round_norm=add_round_norm_ref,
     sandwich_norm=sandwich_norm_ref,
     rope_store=rope_store_ref,
     product=product_ref,
@@ -210,6 +222,8 @@ _TRITON = Kernels(
     kv_store=kv_store,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
+    sum_rms_norm=sum_rms_norm,
+    add_round_norm=add_round_norm,
     sandwich_norm=sandwich_norm,
     rope_store=rope_store,
     product=product,

@@ -275,6 +275,14 @@ def fp8_weight(at: Inputs) -> Fp8Weight:
     return Fp8Weight(at["fp8 values"][0], at["fp8 scales"][0])
 
 
+def rounded_rows(kernels: Kernels, at: Inputs) -> Tensor:
+    """A norm rounds its rows for the product after it, [512, 256]."""
+    gate_up = Fp8Weight(at["fp8 values"][:2].flatten(0, 1), at["fp8 scales"][:2].flatten(0, 1))
+    rows = at["fp8 rows"]
+    normed, _ = kernels.add_round_norm(rows[None], rows, torch.ones_like(rows[0]), 1e-6, gate_up)
+    return kernels.fp8_gated_product(normed, gate_up)
+
+
 def chosen_fp8_experts(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     """Stacks of equal matrices [256, 128] and [128, 256]. The reference reads the chosen experts on the host."""
     gate_up = Fp8Weight(at["fp8 values"][:, :, :128].contiguous(), at["fp8 scales"][:, :, :1].contiguous())
@@ -317,6 +325,7 @@ CALLS: dict[str, Call] = {
     "trees": step_of_trees,
     "kv_store": store,
     "rms_norm": lambda k, at: (k.rms_norm(at["query"], at["weights"][0], 1e-6),),
+    "sum_rms_norm": lambda k, at: (k.sum_rms_norm(at["parts"], at["weights"][0], 1e-6, BFLOAT),),
     "add_rms_norm": lambda k, at: k.add_rms_norm(at["parts"], at["residual"], at["weights"][0], 1e-6),
     "add_rms_norm wide": lambda k, at: k.add_rms_norm(at["parts"], at["residual"], at["weights"][0].float(), 1e-6),
     "rope_store": rope_store,
@@ -328,6 +337,7 @@ CALLS: dict[str, Call] = {
     "fp8_product rounded before": lambda k, at: (k.fp8_product(at["fp8 rows"].repeat(3, 1), fp8_weight(at)),),
     "fp8_product_parts": lambda k, at: (k.fp8_product_parts(at["fp8 rows"], fp8_weight(at)).sum(0).to(BFLOAT),),
     "fp8_gated_product": lambda k, at: (k.fp8_gated_product(at["fp8 rows"], fp8_weight(at)),),
+    "rounded rows": lambda k, at: (rounded_rows(k, at),),
     "choose_experts": lambda k, at: k.choose_experts(at["routed"], at["router"], C, True),
     "experts": lambda k, at: (chosen_experts(k, at, R * N),),
     "experts of few rows": lambda k, at: (chosen_experts(k, at, R),),

@@ -9,6 +9,8 @@ from dflash_kernels.rope_norm import (
     add_rms_norm_ref,
     rms_norm,
     rms_norm_ref,
+    sum_rms_norm,
+    sum_rms_norm_ref,
 )
 from dflash_kernels.rope_store import KVPlace, Turn, rope_store, rope_store_ref
 from dflash_kernels.slot_mapping import PAD
@@ -39,6 +41,16 @@ def test_add_and_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_rows_close(normed, exact, dtype)
     if dtype != torch.float32:
         assert_mostly_equal(normed, add_rms_norm_ref(parts, residual, weight, 1e-5)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 7, 31), (3, 2, 64), (8, 3, 2560)])
+def test_norm_of_a_sum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    parts = normal(*shape, dtype=dtype if shape[0] == 1 else torch.float32)
+    weight, total = normal(shape[-1], dtype=dtype, seed=2), parts.sum(0).to(dtype)
+    found = sum_rms_norm(parts, weight, 1e-5, dtype)
+    assert torch.equal(found, rms_norm(total, weight, 1e-5))
+    assert_rows_close(found, sum_rms_norm_ref(parts.double(), weight.double(), 1e-5, torch.float64), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])

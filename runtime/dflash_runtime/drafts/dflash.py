@@ -67,7 +67,7 @@ class DFlashDraft:
     def write_context(self, features: Tensor, positions: Tensor, cache: PagedKV, slots: Tensor) -> None:
         """See `drafts.draft.Draft`."""
         config = self.config
-        hidden = self._feature_norm(self._features(features))
+        hidden = self._feature_norm.sum(self._features.parts(features), features.dtype)
         projected = self._context(hidden).view(-1, config.num_layers, 2, config.num_kv_heads, config.head_dim)
         cos, sin = self._decoder.rope.rows(positions)
         self._kernels.context_kv_store(

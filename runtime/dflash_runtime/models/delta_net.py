@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.delta_rule import Gates
-from dflash_kernels.fp8_weight import Fp8Weight
+from dflash_kernels.fp8_weight import Fp8Weight, Rows
 from dflash_kernels.suite import Kernels
 from dflash_runtime.models.delta_shapes import INPUTS
 from dflash_runtime.models.layers import Attend, Linear
@@ -46,7 +46,12 @@ class DeltaNet:
         output = Linear.read(weights, f"{name}.out_proj", kernels)
         return cls(inputs, taps, log_rate, bias, weights[f"{name}.norm.weight"], output, eps, config, kernels)
 
-    def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    @property
+    def rounded_for(self) -> Fp8Weight | None:
+        """See `Mixer`."""
+        return next((found for joined in self.inputs if (found := joined.linear.rounded_for) is not None), None)
+
+    def __call__(self, layer: int, hidden: Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """See `Mixer`: rows [T, H * V]. The layer has no rope."""
         found: dict[str, Tensor] = {}
         for joined in self.inputs:
@@ -78,6 +83,6 @@ class JoinedInputs:
             for group in groups.values()
         )
 
-    def __call__(self, hidden: Tensor) -> dict[str, Tensor]:
+    def __call__(self, hidden: Rows) -> dict[str, Tensor]:
         """Normalised rows [T, hidden] -> name of each projection -> rows [T, width]."""
         return dict(zip(self.names, self.linear(hidden).split(self.widths, dim=-1), strict=True))

@@ -13,7 +13,7 @@ from torch.nn import functional
 from dflash_kernels.activation import SILU, Gate, gate_ref
 from dflash_kernels.experts import Weight
 from dflash_kernels.fp8_experts import fp8_experts_ref
-from dflash_kernels.fp8_weight import Fp8Weight
+from dflash_kernels.fp8_weight import Fp8Weight, Rows, plain_rows
 from dflash_kernels.mxfp4 import Packed, pack, unpack
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.models.weights import Weights, find_matrix
@@ -68,9 +68,15 @@ class Experts:
             biases=None if first is None or second is None else (first, second),
         )
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    @property
+    def rounded_for(self) -> Fp8Weight | None:
+        """See `Linear`. Experts read plain rows, as their router does."""
+        return None
+
+    def __call__(self, hidden: Rows) -> Tensor:
         """[T, hidden] -> parts [P, T, hidden]."""
-        return self.compute(hidden, hidden)
+        rows = plain_rows(hidden)
+        return self.compute(rows, rows)
 
     def compute(self, hidden: Tensor, seen: Tensor) -> Tensor:
         """As a call, with the router's own view of the rows, `seen` [T, hidden]."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_kernels.fp8_weight import Fp8Weight, Rows
 from dflash_kernels.suite import Kernels
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.models.delta_net import DeltaNet
@@ -37,7 +38,12 @@ class GatedAttention:
         """See `Mixer`."""
         return self.attention.output
 
-    def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    @property
+    def rounded_for(self) -> Fp8Weight | None:
+        """See `Mixer`."""
+        return self.inputs.rounded_for
+
+    def __call__(self, layer: int, hidden: Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """See `Mixer`: rows [T, H * D]."""
         own, kernels = self.attention, self.attention.kernels
         parts = self.inputs.parts(hidden)

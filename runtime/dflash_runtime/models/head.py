@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_kernels.fp8_weight import Rows
 from dflash_runtime.models.layers import Linear
 
 NO_ID = -1e4
@@ -25,7 +26,7 @@ class ScaledHead(Linear):
     cap: float | None = None
     num_ids: int | None = None
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Rows) -> Tensor:
         """[T, hidden] -> [T, V]."""
         logits = Linear.__call__(self, hidden)
         if self.multiplier != 1.0:

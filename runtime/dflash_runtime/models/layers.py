@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
 from dflash_kernels.delta_rule import Gates
-from dflash_kernels.fp8_weight import Fp8Weight
+from dflash_kernels.fp8_weight import Fp8Weight, Rows, plain_rows
 from dflash_kernels.rope_norm import add_rms_norm_of_ranks
 from dflash_kernels.rope_store import HALVES, KVPlace, Turn
 from dflash_kernels.softmax import PLAIN, Softmax
@@ -76,7 +76,7 @@ class PagedKV(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """`x @ weight.T + bias`, rows [T, K] -> [T, N]."""
+    """`x @ weight.T + bias`, rows [T, K] -> [T, N]. Rows may have been rounded for the weight."""
 
     weight: Matrix
     bias: Tensor | None = None
@@ -86,20 +86,20 @@ class Linear:
     def read(cls, weights: Weights, name: str, kernels: Kernels) -> "Linear":
         return cls(find_matrix(weights, name), weights.get(f"{name}.bias"), kernels)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Rows) -> Tensor:
         if isinstance(self.weight, Fp8Weight):
             found = self.kernels.fp8_product(hidden, self.weight)
             return found if self.bias is None else found + self.bias
-        return self.kernels.product(hidden, self.weight, self.bias)
+        return self.kernels.product(plain_rows(hidden), self.weight, self.bias)
 
-    def parts(self, hidden: Tensor) -> Tensor:
+    def parts(self, hidden: Rows) -> Tensor:
         """[T, K] -> parts of the product, [P, T, N], that the reader sums."""
         if isinstance(self.weight, Fp8Weight):
             is_whole = self.bias is not None
             return self(hidden)[None] if is_whole else self.kernels.fp8_product_parts(hidden, self.weight)
-        return self.kernels.product_parts(hidden, self.weight, self.bias)
+        return self.kernels.product_parts(plain_rows(hidden), self.weight, self.bias)
 
-    def gated(self, hidden: Tensor, gate: Gate = SILU) -> Tensor:
+    def gated(self, hidden: Rows, gate: Gate = SILU) -> Tensor:
         """The gate of a product with both weights, [T, K] -> [T, N / 2]."""
         if self.bias is not None:
             return gate_ref(self(hidden), gate)
@@ -107,7 +107,13 @@ class Linear:
             if gate != SILU:
                 return gate_ref(self(hidden), gate)
             return self.kernels.fp8_gated_product(hidden, self.weight)
-        return self.kernels.gated_product(hidden, self.weight, gate)
+        return self.kernels.gated_product(plain_rows(hidden), self.weight, gate)
+
+    @property
+    def rounded_for(self) -> Fp8Weight | None:
+        """The weight if its products round their rows. Whatever makes the rows may then round them."""
+        is_rounding = isinstance(self.weight, Fp8Weight) and self.weight.rounding != "none"
+        return self.weight if is_rounding else None  # type: ignore[return-value]
 
     @property
     def plain(self) -> Tensor:
@@ -132,15 +138,25 @@ class RMSNorm:
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.kernels.rms_norm(hidden, self.weight, self.eps)
 
-    def add(self, parts: Tensor, residual: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor]:
+    def sum(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
+        """Normalise the sum of a product's parts [P, T, D], which has the model's dtype -> [T, D]."""
+        return self.kernels.sum_rms_norm(parts, self.weight, self.eps, dtype)
+
+    def add(
+        self, parts: Tensor, residual: Tensor, ranks: Ranks = ALONE, reader: Fp8Weight | None = None
+    ) -> tuple[Rows, Tensor]:
         """Add a sublayer's output to the residual stream -> the normalised sum, and the sum.
 
-        Each of `ranks` has parts [P, T, D] of the output.
+        Each of `ranks` has parts [P, T, D] of the output. The normalised sum is rounded for a product with `reader`,
+        unless this launch adds up the parts of several ranks.
         """
         rooms = ranks.rooms_for(parts) if self.kernels.name == "triton" else None
         if rooms is not None:
             return add_rms_norm_of_ranks(parts, residual, self.weight, self.eps, rooms)
-        return self.kernels.add_rms_norm(ranks.total(parts), residual, self.weight, self.eps)
+        total = ranks.total(parts)
+        if reader is None:
+            return self.kernels.add_rms_norm(total, residual, self.weight, self.eps)
+        return self.kernels.add_round_norm(total, residual, self.weight, self.eps, reader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +177,12 @@ class MLP:
         """See `models.target.Target`."""
         return True
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    @property
+    def rounded_for(self) -> Fp8Weight | None:
+        """See `Linear`."""
+        return self.gate_up.rounded_for
+
+    def __call__(self, hidden: Rows) -> Tensor:
         """[T, hidden] -> parts [P, T, hidden]."""
         return self.down.parts(self.gate_up.gated(hidden, self.gate))
 
@@ -189,7 +210,12 @@ class Attention:
         softmax = PLAIN if sinks is None else Softmax(sinks=sinks)
         return cls(qkv, output, norms, config.rms_norm_eps, *counts, config.head_dim, kernels, softmax)
 
-    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor, place: KVPlace | None) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def rounded_for(self) -> Fp8Weight | None:
+        """See `Linear`."""
+        return self.qkv.rounded_for
+
+    def project(self, hidden: Rows, cos: Tensor, sin: Tensor, place: KVPlace | None) -> tuple[Tensor, Tensor, Tensor]:
         """[T, hidden] -> rotated queries [T, H, D] and keys [T, KV, D], and values [T, KV, D].
 
         All are views of wider rows. With a `place`, keys and values are stored there.
@@ -202,7 +228,7 @@ class Attention:
         query, keys, values = rows.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         return query, keys, values
 
-    def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def __call__(self, layer: int, hidden: Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """See `Mixer`: rows [T, H * D]."""
         query, keys, values = self.project(hidden, cos, sin, attend.place(layer))
         return attend.read(layer, query, keys, values, self.softmax).flatten(-2)
@@ -235,7 +261,12 @@ class Mixer(Protocol):
         """The projection to the residual stream."""
         ...
 
-    def __call__(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    @property
+    def rounded_for(self) -> Fp8Weight | None:
+        """The weight that reads the normalised rows, if it rounds them."""
+        ...
+
+    def __call__(self, layer: int, hidden: Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """Normalised rows [T, hidden] -> rows for the output projection."""
         ...
 
@@ -275,7 +306,7 @@ class DecoderLayer:
     def __call__(
         self,
         layer: int,
-        normed: Tensor,
+        normed: Rows,
         residual: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -290,8 +321,9 @@ class DecoderLayer:
         mixed = self.mixer(layer, normed, cos, sin, attend)
         if wanted is not None:
             mixed, residual = mixed[wanted], residual[wanted]
-        normed, residual = self.mlp_norm.add(self.mixer.output.parts(mixed), residual, self.ranks)
-        return self.mlp(normed), residual
+        added = self.mixer.output.parts(mixed)
+        rows, residual = self.mlp_norm.add(added, residual, self.ranks, self.mlp.rounded_for)
+        return self.mlp(rows), residual
 
 
 LayerReader = Callable[[Weights, str, TargetConfig | DraftConfig, Kernels], DecoderLayer]
@@ -360,12 +392,15 @@ class DecoderStack:
         """
         cos, sin = self.rope.rows(positions)
         outputs: dict[int, Tensor] = {}
-        normed, residual = self.norms[0](hidden), hidden
+        residual, rows = hidden, self.norms[0](hidden)
+        normed: Rows = rows
         last = len(self.layers) - 1
         kept = wanted if last not in taps else None
-        for index, layer in enumerate(self.layers):
+        readers = [*(layer.mixer.rounded_for for layer in self.layers[1:]), None]
+        for index, (layer, reader) in enumerate(zip(self.layers, readers, strict=True)):
             added, residual = layer(index, normed, residual, cos, sin, attend, kept if index == last else None)
-            normed, residual = self.norms[index + 1].add(added, residual, self._ranks)
+            normed, residual = self.norms[index + 1].add(added, residual, self._ranks, reader)
             if index in taps:
                 outputs[index] = residual
-        return normed if wanted is None or kept is not None else normed[wanted], outputs
+        rows = plain_rows(normed)
+        return rows if wanted is None or kept is not None else rows[wanted], outputs

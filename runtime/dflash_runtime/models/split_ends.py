@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dflash_kernels.fp8_weight import Rows
 from dflash_runtime.models.layers import Linear
 from dflash_runtime.models.target_shares import id_range
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
@@ -55,7 +56,7 @@ class SplitHead(Linear):
         assert isinstance(own.weight, Tensor)
         return cls(own.weight, own.bias, own.kernels, own, ranks, vocab_size)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Rows) -> Tensor:
         """[T, hidden] -> [T, V]."""
         assert self.own is not None
         return self.ranks.gather(self.own(hidden))[:, : self.vocab_size].contiguous()

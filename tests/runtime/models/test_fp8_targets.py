@@ -1,6 +1,7 @@
 """Targets in FP8 run natively in every form, and compute what transformers computes with rounded activations."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_kernels.fp8_config import fp8_product_shape
 from dflash_kernels.fp8_weight import FP8 as E4M3
+from dflash_kernels.suite import triton_kernels
 from dflash_runtime.checkpoint.runs_here import how_it_runs
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
@@ -64,6 +67,36 @@ def assert_close_to_format(found: torch.Tensor, oracle: RoundedModel, text: list
         return
     error = (found - wanted).norm(dim=(1, 2)) / (unrounded - wanted).norm(dim=(1, 2))
     assert bool((error < 0.05).all()), error
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["blocks", "compressed rows", "static", "compressed weights"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("count", [1, 20])
+def test_rows_rounded_in_norms_change_nothing(
+    kind: str, form: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, beside norms that leave the rounding to the product after them."""
+    RoundedModel(tmp_path, kind, FORMS[form], **FAMILIES[kind])
+    tiling, kernels, norms, found = fp8_product_shape, triton_kernels(), 0, []
+    # Rounded rows take other tiles, which add up a product in another order.
+    monkeypatch.setattr(
+        "dflash_kernels.fp8_product.fp8_product_shape",
+        lambda *given, is_rounded, **options: tiling(*given, **options),
+    )
+
+    def add_norm(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal norms
+        norms += 1
+        return kernels.add_rms_norm(*given[:-1])
+
+    for suite in (kernels, replace(kernels, add_round_norm=add_norm)):  # type: ignore[arg-type]
+        placed = replace(placement(), kernels=suite)
+        target = load_target(open_target(tmp_path), placed)
+        text = random_prompts((count,), target.config.vocab_size)[0]
+        found.append(read_features(target, placed, 16, text, LAYERS[:-1]))
+    assert torch.equal(*found)
+    assert norms == (0 if form == "compressed weights" else 3 if kind == "qwen3_moe" else 7)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5_moe_text"])
