@@ -21,10 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.activation import SILU, Gate, gate_options, gate_ref, joined_tiles
+from dflash_kernels.activation import SILU, Gate, gate_options, gate_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
+from dflash_kernels.expert_rows import down_rows, find_rows, find_scored_rows, find_tile, gated_rows
+from dflash_kernels.joint_experts import joint_experts
 from dflash_kernels.launch_config import (
     IS_INTERPRETED,
+    JOINT_ROWS,
     MAX_EXPERT_ROWS,
     ExpertsShape,
     ceil_div,
@@ -37,7 +40,7 @@ from dflash_kernels.launch_config import (
     require,
     tl,
 )
-from dflash_kernels.mxfp4 import Packed, packed_product_tile, unpack
+from dflash_kernels.mxfp4 import Packed, unpack
 
 Weight = Tensor | Packed
 
@@ -89,101 +92,6 @@ def _grouped(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None) ->
     return product if bias is None else product + bias
 
 
-@jit
-def all_routes(num_rows, NUM_CHOSEN: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr):
-    """Return the index of each route, [TILE_T, TILE_P], and a mask of the existing routes."""
-    row, place = tl.arange(0, TILE_T)[:, None], tl.arange(0, TILE_P)[None, :]
-    return row * NUM_CHOSEN + place, (row < num_rows) & (place < NUM_CHOSEN)
-
-
-@jit
-def find_rows(chosen, index, num_rows, NUM_CHOSEN: tl.constexpr, IS_BY_ROUTE: tl.constexpr, TILE_T: tl.constexpr,
-                TILE_P: tl.constexpr):  # fmt: skip
-    """Return a program's expert, the number of rows that chose it, and each row's rank among them and its route.
-
-    Rows that did not choose the expert have the rank -1. With one program per route, only the program of an expert's
-    first route has rows.
-    """
-    route, is_route = all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
-    ids = tl.load(chosen + route, mask=is_route, other=-1).to(tl.int32)
-    expert = index
-    if IS_BY_ROUTE:
-        expert = tl.load(chosen + index).to(tl.int32)
-    its_route = tl.max(tl.where(ids == expert, route, -1), 1)  # a row chooses an expert at most once
-    is_its = (its_route >= 0).to(tl.int32)
-    count = tl.sum(is_its, 0)
-    if IS_BY_ROUTE:
-        first = tl.min(tl.where(its_route >= 0, its_route, TILE_T * NUM_CHOSEN), 0)
-        count = tl.where(first == index, count, 0)
-    rank = tl.where(its_route >= 0, tl.cumsum(is_its, 0) - 1, -1)
-    return expert, count, rank, its_route
-
-
-@jit
-def _find_tile(ends, index, NUM_EXPERTS: tl.constexpr, TILE_E: tl.constexpr, TILE_R: tl.constexpr):
-    """Return the expert of a tile of sorted routes, and the first route and the end of the tile.
-
-    The tiles of an expert begin at its first route. Programs after the last tile get an empty one.
-    """
-    expert = tl.arange(0, TILE_E)
-    end = tl.load(ends + expert, mask=expert < NUM_EXPERTS, other=0)
-    begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < NUM_EXPERTS), other=0)
-    tiles = (end - begin + TILE_R - 1) // TILE_R
-    tiles = tl.where(expert < NUM_EXPERTS, tiles, 0)
-    upto = tl.cumsum(tiles, 0)
-    is_its = (upto > index) & (upto - tiles <= index)
-    first = tl.sum(tl.where(is_its, begin + (index - upto + tiles) * TILE_R, 0), 0)
-    last = tl.sum(tl.where(is_its, end, 0), 0)
-    return tl.sum(tl.where(is_its, expert, 0), 0), first, tl.minimum(last, first + TILE_R)
-
-
-@jit
-def at_ranks(values, rank, first, TILE_R: tl.constexpr):
-    """Return the values [TILE_R] of the rows with the ranks from `first` on. Ranks without a row give 0."""
-    is_at = rank[None, :] == (first + tl.arange(0, TILE_R))[:, None]
-    return tl.sum(tl.where(is_at, values[None, :], 0), 1)
-
-
-@jit
-def _plain_product_tile(
-    weight_rows, hidden_rows, is_column, is_row,
-    DEPTH: tl.constexpr, TILE_C: tl.constexpr, TILE_R: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """Multiply weight rows with hidden rows, given as pointers to their first elements: float32 [TILE_C, TILE_R]."""
-    inner = tl.arange(0, TILE_K)
-    acc = tl.zeros((TILE_C, TILE_R), tl.float32)
-    for tile in range((DEPTH + TILE_K - 1) // TILE_K):
-        begin = tile * TILE_K
-        is_element, is_weight = is_row[:, None], is_column[:, None]
-        if DEPTH % TILE_K:
-            is_element = is_element & (begin + inner < DEPTH)[None, :]
-            is_weight = is_weight & (begin + inner < DEPTH)[None, :]
-        rows = tl.trans(tl.load(hidden_rows[:, None] + inner[None, :] + begin, mask=is_element, other=0.0))
-        # Each weight is read once per step, so it should not displace other data in the cache.
-        loaded = tl.load(
-            weight_rows[:, None] + inner[None, :] + begin, mask=is_weight, other=0.0, eviction_policy="evict_first"
-        )
-        acc = tl.dot(loaded, rows, acc, input_precision="ieee")
-    return acc
-
-
-@jit
-def _product_tile(
-    weight, scales, expert, column, hidden_rows, is_column, is_row,
-    NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_PACKED: tl.constexpr, IS_FAST: tl.constexpr,
-    TILE_C: tl.constexpr, TILE_R: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """Multiply rows `column` of an expert's weight with hidden rows, which are pointers: float32 [TILE_C, TILE_R]."""
-    if IS_PACKED:
-        acc = packed_product_tile(
-            weight, scales, expert, column, hidden_rows, is_column, is_row, NUM_COLUMNS, DEPTH, IS_FAST, TILE_C, TILE_R
-        )
-    else:
-        weight_rows = weight + (expert.to(tl.int64) * NUM_COLUMNS + column) * DEPTH
-        acc = _plain_product_tile(weight_rows, hidden_rows, is_column, is_row, DEPTH, TILE_C, TILE_R, TILE_K)
-    return acc
-
-
 @jit(do_not_specialize=["num_rows"])
 def _gated_experts_kernel(
     hidden, weight, scales, bias, chosen, order, ends, out, num_rows,
@@ -195,36 +103,18 @@ def _gated_experts_kernel(
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     if IS_SORTED:
-        expert, begin, count = _find_tile(ends, tl.program_id(1), NUM_EXPERTS, TILE_E, TILE_R)
+        expert, begin, count = find_tile(ends, tl.program_id(1), NUM_EXPERTS, TILE_E, TILE_R)
+        rank, its_route = expert, expert
     else:
         begin = 0
         expert, count, rank, its_route = find_rows(
             chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
         )
-    dtype = out.dtype.element_ty
-    # Rows of the gate, then rows of `up`: one product with a tile size that suits tensor cores.
-    side = tl.arange(0, 2 * TILE_F)
-    out_column = tl.program_id(0) * TILE_F + tl.arange(0, TILE_F)
-    is_column = tl.program_id(0) * TILE_F + side % TILE_F < WIDTH
-    column = side // TILE_F * WIDTH + tl.program_id(0) * TILE_F + side % TILE_F
-    for first in range(begin, count, TILE_R):
-        is_row = first + tl.arange(0, TILE_R) < count
-        if IS_SORTED:
-            route = tl.load(order + first + tl.arange(0, TILE_R), mask=is_row, other=0).to(tl.int32)
-        else:
-            route = at_ranks(its_route, rank, first, TILE_R)
-        hidden_rows = hidden + (route // NUM_CHOSEN).to(tl.int64) * HIDDEN_ROW
-        acc = _product_tile(
-            weight, scales, expert, column, hidden_rows, is_column, is_row,
-            2 * WIDTH, DEPTH, IS_PACKED, IS_FAST, 2 * TILE_F, TILE_R, TILE_K,
-        )  # fmt: skip
-        if HAS_BIAS:
-            added = tl.load(bias + expert.to(tl.int64) * 2 * WIDTH + column, mask=is_column, other=0.0)
-            acc += added.to(tl.float32)[:, None]
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_F, TILE_R)), (1, 2, 0)))
-        gated = joined_tiles(gate.to(dtype), up.to(dtype), KIND, ALPHA, LIMIT)
-        place = route[None, :].to(tl.int64) * WIDTH + out_column[:, None]
-        tl.store(out + place, gated, mask=is_row[None, :] & (out_column < WIDTH)[:, None])
+    gated_rows(
+        hidden, weight, scales, bias, order, out, expert, begin, count, rank, its_route, tl.program_id(0),
+        HIDDEN_ROW, NUM_CHOSEN, WIDTH, DEPTH, IS_SORTED, IS_PACKED, IS_FAST, HAS_BIAS, KIND, ALPHA, LIMIT,
+        TILE_R, TILE_F, TILE_K,
+    )  # fmt: skip
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -238,39 +128,19 @@ def _down_experts_kernel(
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
     if IS_SORTED:
-        expert, begin, count = _find_tile(ends, tl.program_id(1), NUM_EXPERTS, TILE_E, TILE_R)
+        expert, begin, count = find_tile(ends, tl.program_id(1), NUM_EXPERTS, TILE_E, TILE_R)
+        rank, its_route, its_score = expert, expert, expert
     else:
         begin = 0
-        # Load the scores together with the routes, so that both wait for memory at the same time.
-        routes, is_route = all_routes(num_rows, NUM_CHOSEN, TILE_T, TILE_P)
-        score_tile = tl.load(scores + routes, mask=is_route, other=0.0).to(tl.float32)
-        expert, count, rank, its_route = find_rows(
-            chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
-        )
-        its_score = tl.sum(tl.where(routes == its_route[:, None], score_tile, 0.0), 1)
-    dtype = out.dtype.element_ty
-    column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
-    is_column = column < WIDTH
-    for first in range(begin, count, TILE_R):
-        is_row = first + tl.arange(0, TILE_R) < count
-        if IS_SORTED:
-            route = tl.load(order + first + tl.arange(0, TILE_R), mask=is_row, other=0).to(tl.int32)
-            score = tl.load(scores + route, mask=is_row, other=0.0).to(tl.float32)
-        else:
-            route = at_ranks(its_route, rank, first, TILE_R)
-            score = at_ranks(its_score, rank, first, TILE_R)
-        hidden_rows = hidden + route.to(tl.int64) * DEPTH
-        acc = _product_tile(
-            weight, scales, expert, column, hidden_rows, is_column, is_row,
-            WIDTH, DEPTH, IS_PACKED, IS_FAST, TILE_C, TILE_R, TILE_K,
+        expert, count, rank, its_route, its_score = find_scored_rows(
+            chosen, scores, tl.num_programs(1) - 1 - tl.program_id(1), num_rows,
+            NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P,
         )  # fmt: skip
-        if HAS_BIAS:
-            added = tl.load(bias + expert.to(tl.int64) * WIDTH + column, mask=is_column, other=0.0)
-            acc += added.to(tl.float32)[:, None]
-        scored = (acc.to(dtype).to(tl.float32) * score[None, :]).to(dtype)
-        part_row = (route % NUM_CHOSEN).to(tl.int64) * num_rows + route // NUM_CHOSEN
-        place = part_row[None, :] * WIDTH + column[:, None]
-        tl.store(out + place, scored, mask=is_row[None, :] & is_column[:, None])
+    down_rows(
+        hidden, weight, scales, bias, scores, order, out, num_rows,
+        expert, begin, count, rank, its_route, its_score, tl.program_id(0),
+        NUM_CHOSEN, WIDTH, DEPTH, IS_SORTED, IS_PACKED, IS_FAST, HAS_BIAS, TILE_R, TILE_C, TILE_K,
+    )  # fmt: skip
 
 
 def experts(
@@ -282,7 +152,7 @@ def experts(
     gate: Gate = SILU,
     biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute `experts_ref` with one part per chosen expert, in two launches.
+    """Compute `experts_ref` with one part per chosen expert, in two launches, or one for packed weights and few rows.
 
     Many rows of packed weights take two launches more, which sort routes, and of plain weights use the reference.
     """
@@ -303,30 +173,53 @@ def experts(
     require(are_contiguous, "gate_up, down, chosen, scores", "contiguous memory")
     shapes = (num_experts, 2 * depth), (num_experts, width)
     require(biases is None or (biases[0].shape, biases[1].shape) == shapes, "biases", "one number per row of weights")
-    is_sorted = num_rows > MAX_EXPERT_ROWS
-    is_fast = all(weight.has_small_scales for weight in (gate_up, down) if isinstance(weight, Packed))
     shape_of = packed_experts_shape if is_packed else experts_shape
     shape = shape_of(num_rows, num_chosen, num_experts, hidden.element_size(), hidden.device)
+    options = {
+        "IS_FAST": all(weight.has_small_scales for weight in (gate_up, down) if isinstance(weight, Packed)),
+        "HAS_BIAS": biases is not None, "NUM_EXPERTS": num_experts, **_options(shape, num_chosen, hidden.device),
+    }  # fmt: skip
+    added = (hidden, hidden) if biases is None else (biases[0].contiguous(), biases[1].contiguous())
+    num_indexes = num_rows * num_chosen if shape.is_by_route else num_experts
+    rest = (chosen, scores, gate, added)
+    if isinstance(gate_up, Packed) and isinstance(down, Packed) and num_rows in JOINT_ROWS:
+        return joint_experts(hidden, gate_up, down, *rest, shape.columns, num_indexes, options)
+    return _two_launches(hidden, gate_up, down, *rest, shape, num_indexes, options)
+
+
+def _two_launches(
+    hidden: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    chosen: Tensor,
+    scores: Tensor,
+    gate: Gate,
+    biases: tuple[Tensor, Tensor],
+    shape: ExpertsShape,
+    num_indexes: int,
+    options: dict[str, object],
+) -> Tensor:
+    """Compute `experts` with one launch for gate and up and one for `down`, after two that sort many routes."""
+    num_experts, width, depth = down.shape
+    num_rows, num_chosen = chosen.shape
     inner = torch.empty((num_rows * num_chosen, depth), dtype=hidden.dtype, device=hidden.device)
     out = torch.empty((num_chosen, num_rows, width), dtype=hidden.dtype, device=hidden.device)
-    options = {
-        "IS_SORTED": is_sorted, "IS_PACKED": is_packed, "IS_FAST": is_fast, "HAS_BIAS": biases is not None,
-        "NUM_EXPERTS": num_experts, "TILE_E": power_of_2(num_experts), **_options(shape, num_chosen, hidden.device),
-    }  # fmt: skip
+    is_sorted = num_rows > MAX_EXPERT_ROWS
     order = ends = chosen
-    num_programs = num_rows * num_chosen if shape.is_by_route else num_experts
     if is_sorted:
         sorted_ids, order = chosen.flatten().sort(stable=True)
         ends = _ends(sorted_ids, num_experts)
-        num_programs = num_rows * num_chosen // shape.rows + num_experts
-    added = (inner, inner) if biases is None else tuple(bias.contiguous() for bias in biases)
-    _gated_experts_kernel[(ceil_div(depth, shape.columns // 2), num_programs)](
-        hidden, *_with_scales(gate_up), added[0], chosen, order, ends, inner, num_rows,
+        num_indexes = num_rows * num_chosen // shape.rows + num_experts
+    options = {
+        "IS_SORTED": is_sorted, "IS_PACKED": isinstance(down, Packed), "TILE_E": power_of_2(num_experts), **options,
+    }  # fmt: skip
+    _gated_experts_kernel[(ceil_div(depth, shape.columns // 2), num_indexes)](
+        hidden, *_with_scales(gate_up), biases[0], chosen, order, ends, inner, num_rows,
         HIDDEN_ROW=hidden.stride(0), WIDTH=depth, DEPTH=width, TILE_F=shape.columns // 2,
         **gate_options(gate), **options,
     )  # fmt: skip
-    _down_experts_kernel[(ceil_div(width, shape.columns), num_programs)](
-        inner, *_with_scales(down), added[1], chosen, scores, order, ends, out, num_rows,
+    _down_experts_kernel[(ceil_div(width, shape.columns), num_indexes)](
+        inner, *_with_scales(down), biases[1], chosen, scores, order, ends, out, num_rows,
         WIDTH=width, DEPTH=depth, TILE_C=shape.columns, **options,
     )  # fmt: skip
     return out
@@ -337,10 +230,8 @@ def _tensors_of(weight: Weight) -> tuple[Tensor, ...]:
 
 
 def _with_scales(weight: Weight) -> tuple[Tensor, Tensor]:
-    """Return the two weight arguments of a launch. A word of scales is one integer."""
-    if not isinstance(weight, Packed):
-        return weight, weight
-    return weight.numbers, weight.scales.view(torch.int32)
+    """Return the two weight arguments of a launch."""
+    return (weight.numbers, weight.scale_words) if isinstance(weight, Packed) else (weight, weight)
 
 
 def _is_ours(hidden: Tensor, gate_up: Weight, down: Weight) -> bool:

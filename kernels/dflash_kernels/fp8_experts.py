@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_kernels.activation import gate_tiles, silu_mul_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.experts import all_routes, at_ranks, find_rows
+from dflash_kernels.expert_rows import all_routes, at_ranks, find_rows
 from dflash_kernels.fp8_config import fp8_experts_shape
 from dflash_kernels.fp8_product import (
     block_scales,

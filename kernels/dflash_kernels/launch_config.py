@@ -355,6 +355,10 @@ Up to 32 rows, 8 usually hold all rows of an expert. If an expert has more, a pr
 """
 
 
+JOINT_ROWS = range(5, 33)
+"""Numbers of rows for which one launch computes both products of packed experts (`joint_experts.py`)."""
+
+
 def packed_experts_shape(
     num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
 ) -> ExpertsShape:

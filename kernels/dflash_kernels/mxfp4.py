@@ -14,7 +14,7 @@ Axis letters: N rows of a weight, K inner width, R rows of the other factor, G g
 columns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,27 +48,36 @@ The numbers of the upper half are 16 bits higher.
 class Packed:
     """A packed weight: `numbers` [..., G, T, 32, 16] int32 and `scales` [..., G, T, 32, 4] uint8, of `width` columns.
 
-    `has_small_scales` says that no scale exceeds `LARGEST_SCALE`.
+    `has_small_scales` says that no scale exceeds `LARGEST_SCALE`. A launch on a stack [E, ...] counts its programs in
+    `program_counts` [E + 1] int32, which are zeros between launches. Therefore two launches on the same weight may not
+    run at the same time.
     """
 
     numbers: Tensor
     scales: Tensor
     width: int
     has_small_scales: bool
+    program_counts: Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight that it stands for, [..., N, K]."""
         return (*self.numbers.shape[:-4], self.numbers.shape[-4] * GROUP, self.width)
 
+    @property
+    def scale_words(self) -> Tensor:
+        """The four scales of a row of a tile as one integer, [..., G, T, 32, 1] int32."""
+        return self.scales.view(torch.int32)
+
     def __getitem__(self, index: int) -> "Packed":
         """Return one weight of a stack."""
-        return Packed(self.numbers[index], self.scales[index], self.width, self.has_small_scales)
+        return replace(self, numbers=self.numbers[index], scales=self.scales[index])
 
 
 def pack(numbers: Tensor, scales: Tensor, width: int) -> Packed:
     """Return arranged numbers and scales as a weight of `width` columns. The host reads the largest scale."""
-    return Packed(numbers, scales, width, bool(scales.max() <= LARGEST_SCALE))
+    counts = torch.zeros(len(numbers) + 1, dtype=torch.int32, device=numbers.device)
+    return Packed(numbers, scales, width, bool(scales.max() <= LARGEST_SCALE), counts)
 
 
 def arrange_numbers(blocks: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def calls():
     kernels.choose_experts(normal(1, 2880), normal(32, 2880), 4, True, 0, normal(32))
     def packed_weight(*tiles):
         numbers, scales = torch.empty(*tiles, 16, dtype=torch.int32), torch.empty(*tiles, 4, dtype=torch.uint8)
-        return Packed(numbers, scales, 2880, True)
+        return Packed(numbers, scales, 2880, True, torch.zeros(tiles[0] + 1, dtype=torch.int32))
     packed = [packed_weight(32, rows // 32, 23, 32) for rows in (5760, 2880)]
     clamped, biases = Gate("clamped", alpha=1.702, limit=7.0), (normal(32, 5760), normal(32, 2880))
     for rows in some(1, 8, 64, 300):
@@ -128,7 +128,8 @@ def calls():
 
 made = fp8_kv_calls if HAS_FP8_KV else calls
 makes_code = sys.argv[1] != "few"
-light = ("_gated_experts_kernel", "_down_experts_kernel", *(() if makes_code else ("_tree_attention_kernel",)))
+light = ("_gated_experts_kernel", "_down_experts_kernel", "_joint_experts_kernel")
+light += () if makes_code else ("_tree_attention_kernel",)
 every = not HAS_FP8_KV
 sys.exit(compiling.run(made, is_whole=IS_WHOLE, makes_code=makes_code, light=light, needs_every_kernel=every))
 """

@@ -13,7 +13,7 @@ from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tile
 from dflash_kernels.draft_odds import NUM_SUMS
 from dflash_kernels.draft_tree import TreeRows, ancestor_words
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
-from dflash_kernels.launch_config import MAX_EXPERT_ROWS
+from dflash_kernels.launch_config import JOINT_ROWS, MAX_EXPERT_ROWS
 from dflash_kernels.mxfp4 import Packed, arrange_numbers, arrange_scales
 from dflash_kernels.recent_conv import RowRuns
 from dflash_kernels.rope_store import KVPlace
@@ -74,6 +74,7 @@ def inputs(seed: int) -> Inputs:
         "packed_down": arrange_numbers(draw(0, 256, E, 64, 2, 16).to(torch.uint8)),
         "scales_gate_up": arrange_scales(draw(122, 126, E, 2 * 64, 2).to(torch.uint8)),
         "scales_down": arrange_scales(draw(122, 126, E, 64, 2).to(torch.uint8)),
+        "program_counts": torch.zeros(E + 1, dtype=torch.int32, device=DEVICE),
         # Row 2 is assigned with two pages, row R with one page. Row 0 gains one page.
         "changes": torch.cat((torch.tensor([[2, 1, 0, 2, 0], [0, 0, 1, 1, 2], [R, 1, 0, 1, 3]]).to(DEVICE),
                               draw(0, 2**40, R, 8)), 1),
@@ -139,7 +140,10 @@ def chosen_experts(kernels: Kernels, at: Inputs, num_rows: int) -> Tensor:
 
 def packed_experts(kernels: Kernels, at: Inputs, num_rows: int) -> tuple[Tensor, ...]:
     """Experts of `num_rows` rows with packed weights, biases and the gate of gpt-oss."""
-    weights = (Packed(at[f"packed_{part}"], at[f"scales_{part}"], 64, True) for part in ("gate_up", "down"))
+    weights = (
+        Packed(at[f"packed_{part}"], at[f"scales_{part}"], 64, True, at["program_counts"])
+        for part in ("gate_up", "down")
+    )
     biases = at["bias"].repeat(1, 2).contiguous(), at["bias"]
     names = ("wide", "experts", "scores")
     hidden, *routed = (at[name].repeat(num_rows // (R * N) + 1, 1)[:num_rows] for name in names)
@@ -343,6 +347,7 @@ CALLS: dict[str, Call] = {
     "experts of few rows": lambda k, at: (chosen_experts(k, at, R),),
     "fp8_experts": chosen_fp8_experts,
     "packed experts": lambda k, at: packed_experts(k, at, R),
+    "packed experts in one launch": lambda k, at: packed_experts(k, at, JOINT_ROWS[-1]),
     "packed experts of many rows": lambda k, at: packed_experts(k, at, MAX_EXPERT_ROWS + 9),
     "rope_store with value norms": lambda k, at: (
         k.rope_store(at["qkv"], at["weights"][:1].expand(H + 2 * KV, D), 1e-6, at["cos"], at["sin"], KV, None),

@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from dflash_kernels import experts as module
 from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
 from dflash_kernels.expert_choice import choose_experts, choose_experts_ref
 from dflash_kernels.experts import experts, experts_ref
-from dflash_kernels.launch_config import MAX_EXPERT_ROWS
+from dflash_kernels.launch_config import JOINT_ROWS, MAX_EXPERT_ROWS
 from dflash_kernels.mxfp4 import LARGEST_SCALE, MAGNITUDES, Packed, arrange_numbers, arrange_scales, pack, unpack
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal
 
@@ -82,6 +83,40 @@ def test_packed_experts_equal_unpacked_ones(num_rows: int, num_experts: int, num
     assert_rows_close(found, wanted.double(), DTYPE)
     reference = experts_ref(hidden, gate_up, down, chosen, scores, gate, biases)
     assert_rows_close(reference.double().sum(0).to(DTYPE), wanted.double().sum(0), DTYPE)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "num_chosen"),
+    [(JOINT_ROWS[0], 16, 2), (12, 5, 3), (JOINT_ROWS[-1], 2, 1)],
+    ids=["one program per route", "one program per expert", "more rows than a tile"],
+)
+def test_one_launch_equals_two(
+    num_rows: int, num_experts: int, num_chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers, also in the next launch, which finds all counts set back."""
+    hidden = normal(num_rows, 96, dtype=DTYPE, seed=1)
+    gate_up, down = packed(num_experts, 2 * 160, 96), packed(num_experts, 96, 160, seed=1)
+    generator = torch.Generator().manual_seed(4)
+    rows = [torch.randperm(num_experts, generator=generator)[:num_chosen] for _ in range(num_rows)]
+    routed = torch.stack(rows).to(DEVICE), normal(num_rows, num_chosen, dtype=DTYPE, seed=5).abs()
+    found = [experts(hidden, gate_up, down, *routed) for _ in range(2)]
+    assert not down.program_counts.any()
+    monkeypatch.setattr(module, "JOINT_ROWS", range(0))
+    wanted = experts(hidden, gate_up, down, *routed)
+    assert torch.equal(found[0], wanted)
+    assert torch.equal(found[1], wanted)
+
+
+@pytest.mark.triton
+def test_which_rows_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(module, "joint_experts", lambda hidden, *_: taken.append(len(hidden)))
+    monkeypatch.setattr(module, "_two_launches", lambda *_: None)
+    for num_rows in (4, 5, 32, 33):
+        chosen, scores = torch.zeros(num_rows, 1, dtype=torch.int64, device=DEVICE), normal(num_rows, 1, dtype=DTYPE)
+        experts(normal(num_rows, 32, dtype=DTYPE), packed(1, 64, 32), packed(1, 32, 32), chosen, scores)
+    assert taken == [5, 32]
 
 
 @pytest.mark.triton
