@@ -231,7 +231,7 @@ def _tensors_of(weight: Weight) -> tuple[Tensor, ...]:
 
 def _with_scales(weight: Weight) -> tuple[Tensor, Tensor]:
     """Return the two weight arguments of a launch."""
-    return (weight.numbers, weight.scale_words) if isinstance(weight, Packed) else (weight, weight)
+    return (weight.numbers, weight.scales) if isinstance(weight, Packed) else (weight, weight)
 
 
 def _is_ours(hidden: Tensor, gate_up: Weight, down: Weight) -> bool:

@@ -110,7 +110,7 @@ def joint_experts(
     out = torch.empty((num_chosen, num_rows, width), dtype=hidden.dtype, device=hidden.device)
     num_programs = num_indexes * (ceil_div(depth, columns // 2) + ceil_div(width, columns))
     _joint_experts_kernel[(num_programs,)](
-        hidden, gate_up.numbers, gate_up.scale_words, biases[0], down.numbers, down.scale_words, biases[1],
+        hidden, gate_up.numbers, gate_up.scales, biases[0], down.numbers, down.scales, biases[1],
         chosen, scores, inner, out, down.program_counts, num_rows,
         HIDDEN_ROW=hidden.stride(0), WIDTH=width, DEPTH=depth,
         TILE_N=power_of_2(num_experts + 1), TILE_C=columns, **gate_options(gate), **options,

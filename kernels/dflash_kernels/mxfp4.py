@@ -7,14 +7,19 @@ Specification", 2023.
 Files have adjacent numbers in one byte. In memory, a tile of 32 rows and 128 columns is 32 x 16 words, and lies
 together. Word kw of a row stands for the columns kw, kw + 16, ..., kw + 112. Tensor cores want adjacent columns in one
 register. Therefore words 2u and 2u + 1 exchange halves: the first holds the first four numbers of both, the second the
-last four. The bits of a number lie where few instructions move them to the bits of a bfloat16 (`MAGNITUDE_AT`,
-`SIGN_AT`). Most are shifts to the left, which a GPU also does where it multiplies.
+last four.
+
+A word has four views: itself, shifted to the left, rotated, and the exclusive or of two shifts (`views`). The sign of a
+number is bit 15 of its view, and its magnitude is bits 6 to 8, as in a bfloat16. The number of the next column is 16
+bits higher. No four shifts would have all bits of a word at these places. The exclusive or has, and the word with given
+numbers is the solution of linear equations of bits (`_words_of_bits`).
 
 Axis letters: N rows of a weight, K inner width, R rows of the other factor, G groups of 32 rows, T tiles of 128
 columns.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,21 +37,21 @@ TILE = 128
 WORDS = TILE // 8
 """Words of a row in a tile."""
 
+FACTOR_EXPONENT = 126
+"""A factor of `UNPACK` is 2 to this power times the scale: what the moved bits of a number lack."""
+
 LARGEST_SCALE = 128
 """The largest scale with which the fast way of unpacking is exact: a factor of 2."""
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-MAGNITUDE_AT, SIGN_AT = (6, 3, 0, 9), (15, 12, 13, 14)
-"""Lowest bit of the magnitude, and bit of the sign, of the four numbers in the lower half of a pair of columns.
-
-The numbers of the upper half are 16 bits higher.
-"""
+MAGNITUDE_AT, SIGN_AT = 6, 15
+"""Lowest bit of the magnitude, and bit of the sign, of the first number in a view of a word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed weight: `numbers` [..., G, T, 32, 16] int32 and `scales` [..., G, T, 32, 4] uint8, of `width` columns.
+    """A packed weight: `numbers` [..., G, T, 32, 16] int32 and `scales` [..., G, T, 32] int32, of `width` columns.
 
     `has_small_scales` says that no scale exceeds `LARGEST_SCALE`. A launch on a stack [E, ...] counts its programs in
     `program_counts` [E + 1] int32, which are zeros between launches. Therefore two launches on the same weight may not
@@ -64,11 +69,6 @@ class Packed:
         """The shape of the weight that it stands for, [..., N, K]."""
         return (*self.numbers.shape[:-4], self.numbers.shape[-4] * GROUP, self.width)
 
-    @property
-    def scale_words(self) -> Tensor:
-        """The four scales of a row of a tile as one integer, [..., G, T, 32, 1] int32."""
-        return self.scales.view(torch.int32)
-
     def __getitem__(self, index: int) -> "Packed":
         """Return one weight of a stack."""
         return replace(self, numbers=self.numbers[index], scales=self.scales[index])
@@ -77,7 +77,7 @@ class Packed:
 def pack(numbers: Tensor, scales: Tensor, width: int) -> Packed:
     """Return arranged numbers and scales as a weight of `width` columns. The host reads the largest scale."""
     counts = torch.zeros(len(numbers) + 1, dtype=torch.int32, device=numbers.device)
-    return Packed(numbers, scales, width, bool(scales.max() <= LARGEST_SCALE), counts)
+    return Packed(numbers, scales, width, bool(_bytes_of_scales(scales).max() <= LARGEST_SCALE), counts)
 
 
 def arrange_numbers(blocks: Tensor) -> Tensor:
@@ -85,67 +85,98 @@ def arrange_numbers(blocks: Tensor) -> Tensor:
     rows = blocks.flatten(-2)
     padded: Tensor = functional.pad(rows, (0, -rows.shape[-1] % (TILE // 2)))
     tiles = padded.unflatten(-2, (-1, GROUP)).unflatten(-1, (-1, 2, 4, WORDS // 2))  # [..., G, 32, T, word, place, u]
-    table = _bits_of_bytes(blocks.device)
+    table = _words_of_bytes(blocks.device)
     words = torch.zeros(*tiles.shape[:-2], tiles.shape[-1], dtype=torch.int32, device=blocks.device)
     for place in range(4):
-        words |= table[place][tiles[..., place, :].int()]
+        words ^= table[place][tiles[..., place, :].int()]
     return words.transpose(-1, -2).flatten(-2).transpose(-2, -3).contiguous()
 
 
-def _bits_of_bytes(device: torch.device) -> Tensor:
-    """Return the bits in a word of a byte's two numbers, [4, 256] int32, for the four places of a number."""
+def views(words: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four views of words, int32. A view has two of the eight numbers of a word."""
+    rotated = (words << 10) | ((words >> 22) & 0x3FF)
+    return words, words << 4, rotated, (words << 6) ^ ((words >> 2) & 0x3FFFFFFF)
+
+
+def _words_of_bytes(device: torch.device) -> Tensor:
+    """Return the words with a byte's two numbers in one of their views, [4, 256] int32: all else is zero."""
     byte = torch.arange(256, dtype=torch.int64)
-    places = torch.zeros(4, 256, dtype=torch.int64)
-    for place, (magnitude_at, sign_at) in enumerate(zip(MAGNITUDE_AT, SIGN_AT, strict=True)):
-        for half, number in enumerate((byte & 15, byte >> 4)):
-            places[place] |= (number & 7) << (magnitude_at + 16 * half) % 32
-            places[place] |= (number >> 3) << (sign_at + 16 * half) % 32
-    return places.to(torch.uint32).view(torch.int32).to(device)
+    words = torch.zeros(4, 256, dtype=torch.int64)
+    for index, word in enumerate(_words_of_bits()):
+        words[index // 8] ^= (byte >> index % 8 & 1) * word
+    return words.to(torch.uint32).view(torch.int32).to(device)
+
+
+@cache
+def _words_of_bits() -> tuple[int, ...]:
+    """Return the 32 words with only one bit in all their numbers, in the order of views and of bytes of files."""
+    units = torch.tensor([1 << bit for bit in range(31)] + [-(1 << 31)], dtype=torch.int32)
+    numbers = torch.stack([_number_in(view, half) for view in views(units) for half in range(2)])
+    shifts = torch.arange(0, 32, 4)[:, None]
+    rows = [(int(found), 1 << bit) for bit, found in enumerate((numbers.long() << shifts).sum(0).tolist())]
+    for bit in range(32):  # elimination: in the end, a row's first word has only the row's bit
+        pivot = next(index for index in range(bit, 32) if rows[index][0] >> bit & 1)
+        rows[bit], rows[pivot] = rows[pivot], rows[bit]
+        for index, (found, word) in enumerate(rows):
+            if index != bit and found >> bit & 1:
+                rows[index] = (found ^ rows[bit][0], word ^ rows[bit][1])
+    return tuple(word for _, word in rows)
 
 
 def arrange_scales(scales: Tensor) -> Tensor:
-    """Scales of a file [..., N, K / 32] -> the scales of `Packed`. N is a multiple of 32."""
+    """Scales of a file [..., N, K / 32] -> the scales of `Packed`. N is a multiple of 32.
+
+    A word has the scales of four blocks as exponents of their factors (`FACTORS`), where a bfloat16 has its exponent:
+    the first two in the word's halves, the others in the halves of the word rotated to the left by 8 bits.
+    """
     padded: Tensor = functional.pad(scales, (0, -scales.shape[-1] % (TILE // BLOCK)))
     tiles: Tensor = padded.unflatten(-2, (-1, GROUP)).unflatten(-1, (-1, TILE // BLOCK))
-    return tiles.transpose(-2, -3).contiguous()
+    first, second, third, fourth = ((tiles.transpose(-2, -3).long() + FACTOR_EXPONENT) & 255).unbind(-1)
+    last = (third << 7) | (fourth << 23)
+    words = (first << 7) | (second << 23) | (last >> 8) | ((last & 255) << 24)
+    return words.to(torch.uint32).view(torch.int32).contiguous()
+
+
+def _bytes_of_scales(scales: Tensor) -> Tensor:
+    """The scales of `Packed` -> [..., G, T, 32, 4] int32, as in a file."""
+    rotated = (scales << 8) | ((scales >> 24) & 255)
+    exponents = torch.stack([word >> at for word in (scales, rotated) for at in (7, 23)], dim=-1)
+    return (exponents - FACTOR_EXPONENT) & 255
 
 
 def unpack(weight: Packed, dtype: torch.dtype) -> Tensor:
     """Return the weight as plain numbers, [..., N, K]."""
     table = torch.tensor((*MAGNITUDES, *(-value for value in MAGNITUDES)), dtype=dtype, device=weight.numbers.device)
-    pairs = weight.numbers.unflatten(-1, (-1, 2))  # [..., G, T, 32, u, word]
-    halves = [
-        torch.stack([_number_at(pairs, place, half) for place in range(4)], dim=-1).flatten(-2) for half in range(2)
-    ]
+    seen = views(weight.numbers.unflatten(-1, (-1, 2)))  # [..., G, T, 32, u, word]
+    halves = [torch.stack([_number_in(view, half) for view in seen], dim=-1).flatten(-2) for half in range(2)]
     columns = torch.stack(halves, dim=-2).flatten(-3, -2)  # [..., G, T, 32, kw, j]
     numbers = columns.transpose(-1, -2).flatten(-2).transpose(-2, -3).flatten(-2).flatten(-3, -2)
-    scales = weight.scales.transpose(-2, -3).flatten(-2).flatten(-3, -2)
-    exponents = (scales.int() - 127).repeat_interleave(BLOCK, dim=-1)
+    scales = _bytes_of_scales(weight.scales).transpose(-2, -3).flatten(-2).flatten(-3, -2)
+    exponents = (scales - 127).repeat_interleave(BLOCK, dim=-1)
     return torch.ldexp(table[numbers], exponents)[..., : weight.width]
 
 
-def _number_at(words: Tensor, place: int, half: int) -> Tensor:
-    """Return the numbers of four bits at a place and half of words, int32."""
-    magnitude_at, sign_at = ((at[place] + 16 * half) % 32 for at in (MAGNITUDE_AT, SIGN_AT))
-    return ((words >> magnitude_at) & 7) | (((words >> sign_at) & 1) << 3)
+def _number_in(view: Tensor, half: int) -> Tensor:
+    """Return the numbers of four bits in one half of views, int32."""
+    return ((view >> (MAGNITUDE_AT + 16 * half)) & 7) | (((view >> (SIGN_AT + 16 * half)) & 1) << 3)
 
 
 UNPACK = constexpr("""
 {
-    .reg .b32 t, s, z;
+    .reg .b32 t, s, z, f;  .reg .b16 l, h;
     mov.b32 z, 0x80008000;
-    and.b32 t, $8, 0x81C081C0;  fma.rn.bf16x2 $0, t, $10, z;
-    shl.b32 t, $8, 3;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $1, t, $10, z;
-    shl.b32 t, $8, 6;  and.b32 t, t, 0x01C001C0;
-    shl.b32 s, $8, 2;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $2, t, $12, z;
-    shr.u32 t, $8, 3;  and.b32 t, t, 0x01C001C0;
-    shl.b32 s, $8, 1;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $3, t, $12, z;
-    and.b32 t, $9, 0x81C081C0;  fma.rn.bf16x2 $4, t, $14, z;
-    shl.b32 t, $9, 3;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $5, t, $14, z;
-    shl.b32 t, $9, 6;  and.b32 t, t, 0x01C001C0;
-    shl.b32 s, $9, 2;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $6, t, $16, z;
-    shr.u32 t, $9, 3;  and.b32 t, t, 0x01C001C0;
-    shl.b32 s, $9, 1;  lop3.b32 t, s, z, t, 0xEA;  fma.rn.bf16x2 $7, t, $16, z;
+    mov.b32 {l, h}, $10;  mov.b32 f, {l, l};
+    and.b32 t, $8, 0x81C081C0;  fma.rn.bf16x2 $0, t, f, z;
+    shl.b32 t, $8, 4;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $1, t, f, z;
+    mov.b32 f, {h, h};
+    shf.l.wrap.b32 t, $8, $8, 10;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $2, t, f, z;
+    shl.b32 t, $8, 6;  shr.u32 s, $8, 2;  lop3.b32 t, t, s, 0x81C081C0, 0x28;  fma.rn.bf16x2 $3, t, f, z;
+    mov.b32 {l, h}, $12;  mov.b32 f, {l, l};
+    and.b32 t, $9, 0x81C081C0;  fma.rn.bf16x2 $4, t, f, z;
+    shl.b32 t, $9, 4;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $5, t, f, z;
+    mov.b32 f, {h, h};
+    shf.l.wrap.b32 t, $9, $9, 10;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $6, t, f, z;
+    shl.b32 t, $9, 6;  shr.u32 s, $9, 2;  lop3.b32 t, t, s, 0x81C081C0, 0x28;  fma.rn.bf16x2 $7, t, f, z;
 }
 """)
 """Two words of a pair and the factors of their four blocks -> 8 pairs of adjacent columns, as bfloat16.
@@ -156,35 +187,46 @@ times 2 ** -126: subnormal numbers included. A factor is 2 ** 126 times the scal
 
 FACTORS = constexpr("""
 {
-    .reg .b32 w;
-    add.u32 w, $4, 0x7E7E7E7E;
-    prmt.b32 $0, w, 0, 0x4040;  shl.b32 $0, $0, 7;
-    prmt.b32 $1, w, 0, 0x4141;  shl.b32 $1, $1, 7;
-    prmt.b32 $2, w, 0, 0x4242;  shl.b32 $2, $2, 7;
-    prmt.b32 $3, w, 0, 0x4343;  shl.b32 $3, $3, 7;
+    .reg .b32 t;
+    and.b32 $0, $2, 0x7F807F80;
+    shf.l.wrap.b32 t, $2, $2, 8;  and.b32 $1, t, 0x7F807F80;
 }
 """)
-"""A word of four scales of at most `LARGEST_SCALE` -> their factors for `UNPACK`, twice in each register."""
+"""A word of four scales of at most `LARGEST_SCALE` -> their factors for `UNPACK`, two in each register."""
 
 HAS_ASSEMBLY = constexpr(not IS_INTERPRETED)
-
-
-MAGNITUDES_AT, SIGNS_AT = constexpr(MAGNITUDE_AT), constexpr(SIGN_AT)
+_TL_MAGNITUDE_AT, _TL_SIGN_AT = constexpr(MAGNITUDE_AT), constexpr(SIGN_AT)
+_TL_FACTOR_EXPONENT = constexpr(FACTOR_EXPONENT)
 
 
 @jit
-def _value_of(words, half, MAGNITUDE: tl.constexpr, SIGN: tl.constexpr):
-    """Return the numbers of words at one place, in the given halves, as float32."""
-    magnitude = (words >> ((MAGNITUDE + 16 * half) % 32)) & 7
+def _view_of(words, PLACE: tl.constexpr):
+    """Return one of the four `views` of words."""
+    if PLACE == 0:
+        view = words
+    elif PLACE == 1:
+        view = words << 4
+    elif PLACE == 2:
+        view = (words << 10) | ((words >> 22) & 0x3FF)
+    else:
+        view = (words << 6) ^ ((words >> 2) & 0x3FFFFFFF)
+    return view
+
+
+@jit
+def _value_of(view, half):
+    """Return the numbers in the given halves of views, as float32."""
+    magnitude = (view >> (16 * half + _TL_MAGNITUDE_AT)) & 7
     mantissa = tl.where(magnitude < 2, magnitude & 1, 2 + (magnitude & 1)).to(tl.float32)
     value = mantissa * tl.exp2((tl.maximum(magnitude >> 1, 1) - 2).to(tl.float32))
-    return tl.where(((words >> ((SIGN + 16 * half) % 32)) & 1) != 0, -value, value)
+    return tl.where(((view >> (16 * half + _TL_SIGN_AT)) & 1) != 0, -value, value)
 
 
 @jit
 def _scale_of(word, BLOCK_INDEX: tl.constexpr):
-    """Return one of four `e8m0` scales in words, as float32. The least scale, 2 ** -127, is subnormal."""
-    bits = (word >> (8 * BLOCK_INDEX)) & 255
+    """Return one of four scales in words, as float32. The least scale, 2 ** -127, is subnormal."""
+    halves = word if BLOCK_INDEX < 2 else (word << 8) | ((word >> 24) & 255)
+    bits = ((halves >> (7 + 16 * (BLOCK_INDEX % 2))) - _TL_FACTOR_EXPONENT) & 255
     return tl.where(bits > 0, bits << 23, 1 << 22).to(tl.float32, bitcast=True)
 
 
@@ -192,12 +234,11 @@ def _scale_of(word, BLOCK_INDEX: tl.constexpr):
 def _unpack_tile(packed, scale_word, TILE_C: tl.constexpr):
     """Return the columns of a tile of words [TILE_C, 16], scales included, as bfloat16 [TILE_C, 128]."""
     factors = tl.inline_asm_elementwise(
-        FACTORS, "=r,=r,=r,=r,r", [scale_word], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+        FACTORS, "=r,=r,r", [scale_word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
-    first, second, third, fourth = factors
+    first, last = factors
     c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
-        UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-        [packed, first[:, None], second[:, None], third[:, None], fourth[:, None]],
+        UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r", [packed, first[:, None], last[:, None]],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
         is_pure=True, pack=2,
     )  # fmt: skip
@@ -240,9 +281,7 @@ def packed_product_tile(
                 is_element = is_hidden if DEPTH % 128 == 0 else is_hidden & (begin + j * 16 < DEPTH)
                 rows = tl.load(hidden_rows[:, None] + inner[None, :] + begin + j * 16, mask=is_element, other=0.0)
                 pair = words + tile * 512 + (inner // 2 * 2 + j // 4)[None, :]
-                value = _value_of(
-                    tl.load(pair, mask=is_weight, other=0), (inner % 2)[None, :], MAGNITUDES_AT[j % 4], SIGNS_AT[j % 4]
-                )
+                value = _value_of(_view_of(tl.load(pair, mask=is_weight, other=0), j % 4), (inner % 2)[None, :])
                 product = tl.dot(value.to(dtype), tl.trans(rows), input_precision="ieee")
                 acc += product * _scale_of(scale_word, j // 2)[:, None]
     return acc

@@ -106,7 +106,7 @@ def calls():
     kernels.choose_experts(normal(1, 2048), normal(257, 2048), 8, True, 1)
     kernels.choose_experts(normal(1, 2880), normal(32, 2880), 4, True, 0, normal(32))
     def packed_weight(*tiles):
-        numbers, scales = torch.empty(*tiles, 16, dtype=torch.int32), torch.empty(*tiles, 4, dtype=torch.uint8)
+        numbers, scales = torch.empty(*tiles, 16, dtype=torch.int32), torch.empty(*tiles, dtype=torch.int32)
         return Packed(numbers, scales, 2880, True, torch.zeros(tiles[0] + 1, dtype=torch.int32))
     packed = [packed_weight(32, rows // 32, 23, 32) for rows in (5760, 2880)]
     clamped, biases = Gate("clamped", alpha=1.702, limit=7.0), (normal(32, 5760), normal(32, 2880))

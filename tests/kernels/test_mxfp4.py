@@ -10,7 +10,18 @@ from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
 from dflash_kernels.expert_choice import choose_experts, choose_experts_ref
 from dflash_kernels.experts import experts, experts_ref
 from dflash_kernels.launch_config import JOINT_ROWS, MAX_EXPERT_ROWS
-from dflash_kernels.mxfp4 import LARGEST_SCALE, MAGNITUDES, Packed, arrange_numbers, arrange_scales, pack, unpack
+from dflash_kernels.mxfp4 import (
+    FACTORS,
+    LARGEST_SCALE,
+    MAGNITUDES,
+    UNPACK,
+    Packed,
+    arrange_numbers,
+    arrange_scales,
+    pack,
+    unpack,
+)
+from dflash_testing.assembly import bfloat16_of, run_assembly
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -50,6 +61,27 @@ def test_every_number_and_the_least_and_largest_scales() -> None:
     assert values[2, 0x1A].tolist() == [-1.0, 0.5]
     assert torch.equal(values[0], values[2] * 2.0**-127)
     assert torch.equal(values[3], values[2] * 2.0**127)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_the_assembly_gives_the_unpacked_numbers(is_reversed: bool) -> None:
+    """Each byte eight times, and each scale with which the fast way is in use, 0 to 127 or 1 to 128."""
+    blocks = torch.arange(256).repeat(8)[torch.randperm(2048, generator=torch.Generator().manual_seed(0))]
+    scales = LARGEST_SCALE - torch.arange(128) if is_reversed else torch.arange(128)
+    weight = pack_stored(blocks.view(1, 32, 4, 16).to(torch.uint8), scales.view(1, 32, 4).to(torch.uint8))
+    assert weight.has_small_scales
+    assert torch.equal(run_unpack(weight), unpack(weight, torch.float64)[0])
+
+
+def run_unpack(weight: Packed) -> Tensor:
+    """Run the assembly on a weight of one tile, [32, 128]."""
+    numbers, scales = (part[0, 0, 0].long() & 0xFFFFFFFF for part in (weight.numbers, weight.scales))
+    factors = run_assembly(FACTORS.value, {"$2": scales[:, None].expand(32, 8)})
+    given = {"$8": numbers[:, ::2], "$9": numbers[:, 1::2], "$10": factors["$0"], "$12": factors["$1"]}
+    found = run_assembly(UNPACK.value, given)
+    columns = [torch.stack([bfloat16_of(found[f"${j}"] >> at) for at in (0, 16)], dim=-1) for j in range(8)]
+    return torch.stack(columns, dim=1).flatten(1)
 
 
 @pytest.mark.triton
