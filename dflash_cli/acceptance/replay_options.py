@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.terminal import console
+from dflash_cli.terminal.progress import working
 from dflash_cli.terminal.requests import MEASURING, Option, Request
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
@@ -126,7 +127,7 @@ def run_replay(request: "ReplayRequest") -> "Evaluation":
     from dflash_cli.generation.run_facts import ReplayRun
 
     console.status(f"replaying {request.dump.path} for draft {request.draft_reference} ...")
-    with console.working("replaying"):
+    with working("replaying"):
         evaluation = judge(request)
     assert isinstance(evaluation.measured, ReplayRun)
     num_steps, num_blocks = evaluation.total.counts.num_drafts, evaluation.measured.num_blocks

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 from dflash_cli.terminal import console
 from dflash_cli.terminal.engine_options import EngineOptions
 from dflash_cli.terminal.options import GateFileOptions, PairOptions, PromptOptions, ReadingOptions
+from dflash_cli.terminal.progress import Meter
 from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.sampling_options import DraftedOptions, RivalOptions, SeedOptions
 from dflash_cli.terminal.shown import Shown, Table
+from dflash_cli.terminal.tables import print_table
 from dflash_cli.tuning.timed_steps import MIN_STEPS
 from dflash_runtime.engine_config import MAX_TREE_NODES
 from dflash_runtime.errors import UsageError
@@ -190,7 +192,7 @@ def _measure(session: "PairSession", request: "SpeedRequest") -> "list[BatchSpee
 
     speeds: list[BatchSpeed] = []
     pair = session.llm.pair
-    with console.Meter(request.num_runs(pair), "rounds") as meter:
+    with Meter(request.num_runs(pair), "rounds") as meter:
         for speed in measure_speeds(pair, request, meter.update):
             speeds.append(speed)
     return speeds
@@ -227,11 +229,11 @@ def _print(speeds: "Sequence[BatchSpeed]") -> None:
     console.result(*_headline(speeds).split("\n"), *legend.split("\n"))
     console.result("")
     rows = [row for speed in speeds for row in _rows(speed)]
-    console.table(SPEED_COLUMNS, [row[: len(SPEED_COLUMNS)] for row in rows])
+    print_table(SPEED_COLUMNS, [row[: len(SPEED_COLUMNS)] for row in rows])
     console.result("")
-    console.table(STEP_COLUMNS, [(row[0], *row[len(SPEED_COLUMNS) :]) for row in rows])
+    print_table(STEP_COLUMNS, [(row[0], *row[len(SPEED_COLUMNS) :]) for row in rows])
     console.result("")
-    console.table(PART_COLUMNS, [_parts(speed.batch, speed.parts) for speed in speeds if speed.parts is not None])
+    print_table(PART_COLUMNS, [_parts(speed.batch, speed.parts) for speed in speeds if speed.parts is not None])
 
 
 def _rows(speed: "BatchSpeed") -> list[tuple[str, ...]]:

@@ -8,6 +8,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.options import GateFileOptions, VerdictOptions
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
 from dflash_cli.terminal.shown import Shown, Table
+from dflash_cli.terminal.tables import print_table
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
@@ -161,12 +162,12 @@ def _print(comparisons: "tuple[Comparison, ...]", tolerance: float | None) -> No
         for line in how(item, tolerance, len(results)):
             console.result(line)
         if item.categories:
-            console.table(*table(item, place))
+            print_table(*table(item, place))
         lines = position_lines(item)
         if lines:
             console.result("", *lines)
         if item.positions:
-            console.table(*position_table(item, place))
+            print_table(*position_table(item, place))
     shapes = shape_lines(results)
     if shapes:
         console.result("", *shapes)

@@ -13,6 +13,7 @@ from dflash_cli.conversion.spec import ConversionSpec, Verification
 from dflash_cli.formats.dialect import get_writable, writable_words
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions, ReadingOptions
+from dflash_cli.terminal.progress import bars
 from dflash_cli.terminal.requests import ESSENTIALS, SIZE, Argument, Option, parse_size, verb
 from dflash_runtime.documents import copy_fields, fields_of
 from dflash_runtime.errors import UsageError, hinting
@@ -287,7 +288,7 @@ def _counts(changes: "Sequence[Change]") -> str:
 @contextmanager
 def _bars() -> "Iterator[Progress]":
     """A progress bar for each stage of the conversion, in bytes."""
-    with console.progress() as display:
+    with bars() as display:
         tasks: dict[str, Any] = {}
 
         def advance(stage: str, count: int, total: int) -> None:

@@ -26,6 +26,7 @@ from dflash_cli.terminal.options import (
 )
 from dflash_cli.terminal.requests import ENGINE, MEASURING, OUTPUT, Option, verb
 from dflash_cli.terminal.sampling_options import BlockOptions, LookupOptions
+from dflash_cli.terminal.tables import print_table
 from dflash_cli.terminal.tree_options import TreesOptions
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
@@ -342,6 +343,6 @@ def _print(evaluation: "Evaluation", *, show_all: bool) -> None:
     console.result(headline(evaluation), *legend(evaluation), TABLE_NOTE)
     for title, (columns, rows) in tables(evaluation, is_full=show_all).items():
         console.result("")
-        console.table(columns, rows, title=title)
+        print_table(columns, rows, title=title)
     for paragraph in (*evaluation.remarks, *(shape.lines for shape in evaluation.shapes)):
         console.result("", *paragraph)

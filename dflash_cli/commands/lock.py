@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions, PairOptions
+from dflash_cli.terminal.progress import working
 from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
 from dflash_cli.version import __version__
 
@@ -56,7 +57,7 @@ def lock(request: LockRequest) -> "LockDocument":
     if pair.note is not None:
         console.note(pair.note)
     places = {"draft": (pair.draft_location, pair.draft), "target": (pair.find_target(fetch_directory), pair.target)}
-    with console.working("hashing"):
+    with working("hashing"):
         locked = {role: lock_checkpoint(path, reference or "") for role, (path, reference) in places.items()}
     date = datetime.now(UTC).isoformat(timespec="seconds")
     document = LockDocument(dflash=__version__, date=date, draft=locked["draft"], target=locked["target"])
@@ -77,7 +78,7 @@ def check_lock(path: Path | None, locations: "Mapping[str, Location | None]") ->
     from dflash_cli.checkpoints.lock import read_lock
 
     found = read_lock(path)
-    with console.working("hashing"):
+    with working("hashing"):
         found.check({role: item for role, item in locations.items() if item is not None})
     return found.sha256
 

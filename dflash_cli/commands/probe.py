@@ -12,6 +12,7 @@ from dflash_cli.probing.servers.http_client import base_url
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.requests import Argument, verb
+from dflash_cli.terminal.tables import print_table
 from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _show(found: "Probed") -> None:
     console.result(*probe_report.headline(found), *probe_report.legend(found))
     for title, (columns, rows) in probe_report.all_tables(found).items():
         console.result("")
-        console.table(columns, rows, title=title)
+        print_table(columns, rows, title=title)
     lines = [*probe_report.yardstick_lines(found), *probe_report.equality_lines(found)]
     shapes = [line for shape in found.runs[0].shapes for line in shape.lines]
     blocks = [

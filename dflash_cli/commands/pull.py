@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.options import ForceOptions
+from dflash_cli.terminal.progress import working
 from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.tables import print_table
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
 
@@ -101,7 +103,7 @@ def command(request: PullRequest) -> None:
 def _plan(request: PullRequest) -> "PullPlan":
     from dflash_cli.publishing.pull_plan import plan_pull
 
-    with console.working("comparing with the hub"):
+    with working("comparing with the hub"):
         return plan_pull(request.repo, request.folder, gguf=request.gguf, force=request.force)
 
 
@@ -113,7 +115,7 @@ def _run(plan: "PullPlan") -> "PullResult":
 
 
 def _print(found: "PullResult") -> None:
-    console.table(*found.shown_tables()[""])
+    print_table(*found.shown_tables()[""])
     console.result(*found.summary())
 
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, RuleOptions, TargetOptions
+from dflash_cli.terminal.progress import working
 from dflash_cli.terminal.requests import ESSENTIALS, OUTPUT, Argument, Option, verb
+from dflash_cli.terminal.tables import print_table
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
@@ -137,7 +139,7 @@ def command(request: PushRequest) -> None:
     plan = _plan(request)
     found = plan.result
     if not console.is_json():
-        console.table(*found.shown_tables()[""])
+        print_table(*found.shown_tables()[""])
         console.result(*found.summary())
     if found.is_needed and not request.dry_run and _is_confirmed(request):
         found = plan.run(request.message, is_pull_request=request.create_pr)
@@ -201,7 +203,7 @@ def _plan(request: PushRequest) -> "PushPlan":
     _check_draft(request)
     files = {item.name: item for item in choose_files(folder, include=request.include, exclude=request.exclude)}
     files |= {item.name: item for item in _made_files(request, folder)}
-    with console.working("comparing with the hub"):
+    with working("comparing with the hub"):
         return plan_push(
             read_state(request.repo, request.revision),
             [files[name] for name in sorted(files)],

@@ -17,8 +17,10 @@ from dflash_cli.terminal.options import (
     ResumeOptions,
     refuse_beside,
 )
+from dflash_cli.terminal.progress import Meter
 from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, Option, verb
 from dflash_cli.terminal.sampling_options import RivalOptions, SamplingOptions
+from dflash_cli.terminal.tables import print_table
 from dflash_cli.tuning.what_if import parse_what_ifs
 from dflash_runtime.engine_config import MAX_TREE_NODES
 
@@ -211,7 +213,7 @@ class _Shown:
 
     @contextmanager
     def rounds(self, total: int) -> Iterator[Callable[[int], None]]:
-        with console.Meter(total, "rounds") as meter:
+        with Meter(total, "rounds") as meter:
             yield meter.update
 
 
@@ -247,7 +249,7 @@ def _print(tuning: "Tuning", settings: "list[EngineSettings]") -> None:
         console.result(line)
     for legend, (columns, rows) in tables(tuning):
         console.result("", *legend.split("\n"))
-        console.table(columns, rows)
+        print_table(columns, rows)
     if settings:
         console.result("", *settings_line(tuning).split("\n"))
     for item in settings:

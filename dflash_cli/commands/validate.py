@@ -32,6 +32,7 @@ from dflash_cli.terminal.options import (
     refuse_beside,
 )
 from dflash_cli.terminal.requests import ESSENTIALS, Option, parameters_of, verb
+from dflash_cli.terminal.tables import print_table
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
@@ -241,7 +242,7 @@ def _print_search(search: "ReadingSearch") -> None:
     for item in search.readings[:SHOWN_READINGS]:
         tested = item.gain_text if item.p_value is not None else ("" if item.num_prompts else "estimated")
         rows.append((item.reading, f"{item.acceptance_len:.2f}", f"{item.difference:+.2f}", tested))
-    console.table(("draft run with", "tokens", "change", "tested on new prompts"), rows)
+    print_table(("draft run with", "tokens", "change", "tested on new prompts"), rows)
     rest = search.num_readings - len(rows) + 1
     if rest > 0:
         console.result(f"{INDENT}and {rest} other settings, which are not better")

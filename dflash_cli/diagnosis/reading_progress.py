@@ -1,6 +1,6 @@
 """Progress of the run level: the reading that is running, and the number of readings."""
 
-from dflash_cli.terminal.console import Meter
+from dflash_cli.terminal.progress import Meter
 
 
 class ReadingProgress:

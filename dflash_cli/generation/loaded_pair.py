@@ -26,6 +26,7 @@ from dflash_cli.generation.run_facts import PairRun, RunFacts, release_of
 from dflash_cli.generation.threads import use_threads
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer
 from dflash_cli.terminal import console
+from dflash_cli.terminal.progress import bars, working
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.pair import TargetSource, check_pair
 from dflash_runtime.checkpoint.tokenizer import find_stop_ids
@@ -230,7 +231,7 @@ class PairSession(OpenedPair):
         if params.grammar is not None or not pair.has_graphs:
             return
         num_told = len(self.llm.warnings)
-        with console.progress() as display:
+        with bars() as display:
             task = display.add_task("preparing", figures="")
 
             def show(num_done: int, total: int) -> None:
@@ -263,7 +264,7 @@ def open_session(
 def load_session(opened: OpenedPair, config: EngineConfig, *, threads: int | None = None) -> PairSession:
     """Load the weights of an opened pair."""
     parts = [opened.target.checkpoint, *([opened.draft.checkpoint] if opened.draft is not None else [])]
-    with console.working("loading weights"):  # the import of torch takes seconds too
+    with working("loading weights"):  # the import of torch takes seconds too
         from dflash_runtime.llm import LLM
 
         logger.info("CPU threads: %d", use_threads(threads, config.device, parts))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from dflash_cli.generation.answers import Event
-from dflash_cli.terminal.console import Meter
+from dflash_cli.terminal.progress import Meter
 
 
 class TokenMeter(Meter):

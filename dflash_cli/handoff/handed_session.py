@@ -15,6 +15,7 @@ from dflash_cli.handoff.handoff_options import NO_DRAFT, DisaggregationOptions
 from dflash_cli.handoff.prefill_messages import Loaded, Opened, Opening, PrefillRequest
 from dflash_cli.handoff.prefill_process import PrefillProcess
 from dflash_cli.terminal import console
+from dflash_cli.terminal.progress import working
 from dflash_cli.workers.messages import WorkerSpec
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import DFlashError, HandoffMismatch, PeerUnreachable, UsageError
@@ -118,10 +119,10 @@ def open_handed(
     with ExitStack() as stack:
         process = PrefillProcess(_pair_to_load(pair, there, options, threads))
         stack.callback(process.close)
-        with console.working("loading weights in the prefill process"):
+        with working("loading weights in the prefill process"):
             answer = process.hear(Loaded) if shares_gpu else None  # it reserves its part of the memory first
         session = load_session(pair, config, threads=threads)
-        with console.working("waiting for the prefill process"):
+        with working("waiting for the prefill process"):
             answer = answer or process.hear(Loaded)
         differences = session.llm.fingerprint.notices(answer.fingerprint)
         if differences and not options.force_mismatch:

@@ -7,31 +7,18 @@ import json
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Self, TextIO
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TextIO
 
 from dflash_cli.terminal.interruption import ReaderGone, discard
+from dflash_cli.terminal.safe_text import CONTROLS_OF_TEXT, safe_line, safe_text
 
 if TYPE_CHECKING:
     import logging
 
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn
 
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
-
-BARS = "█░#-"
-"""Characters of bars, also on ASCII terminals."""
-
-ASCII_MARKS = str.maketrans({"█": "#", "░": "-", "…": "~"})
-"""Characters of tables and their replacements for ASCII terminals."""
-
-CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
-"""Control characters, and characters that change the direction of a line."""
-CONTROLS_OF_TEXT = re.compile(f"(?!\x1b\\[[02]m)(?![\t\n]){CONTROLS.pattern}")
-"""The same without tabs, ends of lines, and the codes of `dim`."""
 
 _is_quiet = False
 _is_json = False
@@ -77,14 +64,6 @@ def is_json() -> bool:
     return _is_json
 
 
-def safe_line(text: str) -> str:
-    """The text on one line, with control characters escaped: `\\x1b`, `\\n`.
-
-    Names in files of others could otherwise forge lines of this tool, or change what a terminal shows.
-    """
-    return CONTROLS.sub(_escape, text)
-
-
 def result(*lines: str) -> None:
     """Write lines of a result to stdout. Each argument is one line."""
     _write("".join(f"{safe_line(line)}\n" for line in lines))
@@ -92,7 +71,7 @@ def result(*lines: str) -> None:
 
 def result_text(text: str) -> None:
     """Write text with lines of its own to stdout, such as an answer. A file or a pipe gets it unchanged."""
-    _write(CONTROLS_OF_TEXT.sub(_escape, text) if is_terminal() else text)
+    _write(safe_text(text) if is_terminal() else text)
 
 
 def _write(text: str) -> None:
@@ -198,31 +177,6 @@ def confirm(question: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
-    """Print a table on stdout. Columns of numbers are right-aligned, other columns left-aligned.
-
-    A terminal that is too narrow for the table gets no column of bars.
-    """
-    rows = [[_encodable(safe_line(str(cell))) for cell in row] for row in rows]
-    columns, title = list(map(safe_line, columns)), safe_line(title) if title else None
-    if not is_terminal():
-        _plain_table(columns, rows, title)
-        return
-    from rich.table import Table
-    from rich.text import Text
-
-    terminal = _rich_stdout()
-    if sum(_widths([columns, *rows])) + 2 * (len(columns) - 1) > terminal.width:
-        columns, rows = _without_bars(columns, rows)
-    drawn = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=any(columns))
-    for index, column in enumerate(columns):
-        justify: Literal["left", "right"] = "right" if _is_column_numeric(rows, index) else "left"
-        drawn.add_column(Text(column), justify=justify, overflow="fold")
-    for row in rows:
-        drawn.add_row(*(Text(cell, style=SEVERITY_STYLES.get(cell, "")) for cell in row))
-    terminal.print(drawn)
-
-
 def is_terminal() -> bool:
     """Whether stdout is a terminal."""
     return sys.stdout.isatty()
@@ -252,130 +206,14 @@ def spans(parts: Iterable[tuple[str, str]]) -> None:
         return
     from rich.text import Text
 
-    _rich_stdout().print(Text.assemble(*parts), soft_wrap=True)
+    rich_stdout().print(Text.assemble(*parts), soft_wrap=True)
 
 
-def progress() -> "Progress":
-    """Bars with `figures` on stderr, hidden if stderr is not a terminal."""
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}")
-    return _display(*texts, TimeElapsedColumn(), TimeRemainingColumn())
-
-
-@contextmanager
-def working(text: str) -> Iterator[None]:
-    """Show a spinner and the elapsed seconds while the block runs, if stderr is a terminal."""
-    if _is_quiet or not sys.stderr.isatty():
-        yield
-        return
-    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    with _display(SpinnerColumn(), TextColumn(text, markup=False), TimeElapsedColumn()) as display:
-        display.add_task(text)
-        yield
-
-
-def _display(*columns: "ProgressColumn") -> "Progress":
-    """A display of these columns on stderr that disappears at its end."""
+def rich_stdout() -> "Console":
+    """Rich's console on stdout, for what Rich draws."""
     from rich.console import Console
-    from rich.progress import Progress
 
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=_is_quiet or not console.is_terminal)
-
-
-WIDEST_BAR = 16
-
-
-class Meter:
-    """Progress of a run: `12/64 prompts  acceptance 3.41 [3.2, 3.6]  0:12 left`, on stderr.
-
-    A terminal shows a bar. A log gets a line after every SECONDS and SHARE of the work.
-    """
-
-    SECONDS = 10.0
-    SHARE = 0.1
-    REDRAW_S = 0.2
-
-    def __init__(self, total: int, unit: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total = total
-        self._unit = unit
-        self._clock = clock
-        self._started = clock()
-        self._said_at, self._said_done = self._started, 0
-        self._num_before = 0
-        self._is_terminal = sys.stderr.isatty()
-        self._display: Progress | None = None
-        self._bar: BarColumn
-        self._drawn_at = self._started
-
-    def __enter__(self) -> Self:
-        if self._is_terminal and not _is_quiet:
-            from rich.progress import BarColumn, TextColumn
-
-            self._bar = BarColumn(bar_width=WIDEST_BAR)
-            self._display = _display(self._bar, TextColumn("{task.description}", markup=False))
-            self._display.start()
-            self._display.add_task(self.line(0, ""), total=self._total)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._display is not None:
-            self._display.stop()
-
-    def resume(self, num_done: int) -> None:
-        """Count `num_done` as done before this run, and leave it out of the estimate of the time left."""
-        self._num_before = self._said_done = num_done
-
-    def expect(self, total: int) -> None:
-        """Change the total, if the amount of work is known only after a part of it."""
-        if total != self._total and self._display is not None:
-            (task,) = self._display.task_ids
-            self._display.update(task, total=total)
-        self._total = total
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return self._clock() - self._started
-
-    def is_due_again(self) -> bool:
-        """Whether a bar is shown that has not changed for REDRAW_S."""
-        return self._display is not None and self._clock() - self._drawn_at >= self.REDRAW_S
-
-    def update(self, num_done: int, estimate: str = "", *, partial: float = 0.0) -> None:
-        """Show how much is done, and the estimate so far. `partial` is the finished share of running work."""
-        if self._display is not None:
-            self._drawn_at = self._clock()
-            line = self.line(num_done, estimate, partial)
-            self._bar.bar_width = max(4, min(WIDEST_BAR, self._display.console.width - len(line) - 2))
-            (task,) = self._display.task_ids
-            self._display.update(task, completed=num_done + partial, description=line)
-        elif not self._is_terminal and self._is_due(num_done):
-            self._said_at, self._said_done = self._clock(), num_done
-            status(self.line(num_done, estimate))
-
-    def line(self, num_done: int, estimate: str, partial: float = 0.0) -> str:
-        """`12/64 prompts  acceptance 3.41 [3.2, 3.6]  0:12 left`."""
-        estimate = safe_line(estimate)
-        parts = [f"{num_done}/{self._total} {self._unit}", estimate]
-        if self._num_before < num_done + partial < self._total:
-            rate = (num_done + partial - self._num_before) / max(self.seconds, 1e-9)
-            left = (self._total - num_done - partial) / rate
-            parts.append(f"{_duration(left)} left")
-        return "  ".join(part for part in parts if part)
-
-    def _is_due(self, num_done: int) -> bool:
-        """Whether SECONDS and SHARE of the work have passed since the last line."""
-        return self._clock() - self._said_at >= self.SECONDS and num_done - self._said_done >= self.SHARE * self._total
-
-
-def _duration(seconds: float) -> str:
-    """`0:12`, `1:02:03`."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    return Console(highlight=False, soft_wrap=False)
 
 
 def _log_to_stderr(verbosity: int) -> None:
@@ -407,65 +245,6 @@ def _tell_step(record: "logging.LogRecord") -> None:
     _say(record.levelname.lower(), "dim", f"{where}{record.getMessage()}")
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode("ascii")
-
-
-def _plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None) -> None:
-    """Print a table without Rich: rows are not folded, and lines do not end in spaces."""
-    from rich.cells import cell_len
-
-    shown = [columns, *rows] if any(columns) else rows
-    widths = _widths(shown) or [0] * len(columns)
-    rights = [_is_column_numeric(rows, index) for index in range(len(columns))]
-    for line in [title] if title else []:
-        result(line)
-    for row in shown:
-        parts = []
-        for cell, width, is_right in zip(row, widths, rights, strict=True):
-            space = " " * (width - cell_len(cell))
-            parts += [(space, "")] * is_right + [(cell, SEVERITY_STYLES.get(cell, ""))] + [(space, "")] * (not is_right)
-            parts.append(("  ", ""))
-        while parts and not parts[-1][0].strip():
-            parts.pop()
-        spans(parts)
-
-
-def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The width of each column in cells of the terminal."""
-    from rich.cells import cell_len
-
-    return [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
-
-
-def _without_bars(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """The table without its columns of bars. A column of bars has an empty heading."""
-    is_bar = [not name and {*"".join(row[index] for row in rows)} <= {*BARS} for index, name in enumerate(columns)]
-    kept = [index for index in range(len(columns)) if not is_bar[index]]
-    return [columns[index] for index in kept], [[row[index] for index in kept] for row in rows]
-
-
-def _rich_stdout() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=False)
-
-
-def _encodable(text: str) -> str:
-    """The text, with characters replaced that stdout cannot encode."""
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return text.translate(ASCII_MARKS).encode("ascii", "backslashreplace").decode()
-    return text
-
-
-def _is_column_numeric(rows: Sequence[Sequence[str]], index: int) -> bool:
-    """Whether every cell is a number or a dash, which stands for a missing number."""
-    cells = {row[index] for row in rows} - {"-"}
-    return bool(cells) and all(map(_is_numeric, cells))
-
-
 def _say(label: str, colour: str, text: str) -> None:
     text = as_typed(text)
     if has_colours(sys.stderr):
@@ -476,7 +255,3 @@ def _say(label: str, colour: str, text: str) -> None:
         Console(stderr=True, soft_wrap=True, highlight=False).print(line)
     else:
         error_text(f"{label}: {text}")
-
-
-def _is_numeric(cell: str) -> bool:
-    return bool(cell) and cell.strip("+-~% ").replace(".", "", 1).replace(",", "").isdigit()

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from dflash_cli.terminal.console import safe_line
+from dflash_cli.terminal.safe_text import safe_line
 
 if TYPE_CHECKING:
     from dflash_cli.figures.figure import Figure

@@ -8,6 +8,7 @@ from dflash_cli.checkpoints.references import is_bundled
 from dflash_cli.generation.answers import Answering
 from dflash_cli.generation.loaded_pair import OpenedPair, load_session
 from dflash_cli.terminal import console
+from dflash_cli.terminal.progress import working
 from dflash_cli.workers.crew import Crew
 from dflash_cli.workers.messages import WorkerSpec
 from dflash_cli.workers.ray_start import check_workers, joined
@@ -44,7 +45,7 @@ def open_crew(pair: OpenedPair, config: EngineConfig, workers: str, *, threads: 
         threads=threads,
     )
     with joined(request, config.device) as (cluster, count):
-        with console.working(f"loading weights in {plural(count, 'worker')}"):
+        with working(f"loading weights in {plural(count, 'worker')}"):
             crew = Crew(pair, cluster, spec, config, count)
         console.status(crew.summary())
         yield crew

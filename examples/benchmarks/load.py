@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from dflash_cli.terminal.console import Meter
+from dflash_cli.terminal.progress import Meter
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.sampling_params import SamplingParams

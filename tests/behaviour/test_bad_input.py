@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_cli.terminal.console import CONTROLS
+from dflash_cli.terminal.safe_text import CONTROLS
 from dflash_testing import checkpoints as support
 from dflash_testing.deadline import deadline
 from dflash_testing.families import dflash2_native, write_draft

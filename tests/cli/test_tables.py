@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_cli.acceptance.acceptance_report import tables
-from dflash_cli.terminal import console
+from dflash_cli.terminal import tables as printed
 from dflash_testing import checkpoints as support
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 
@@ -23,7 +23,7 @@ def test_tables_fit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for file in ("a.json", "b.json"):
         write_evaluation(tmp_path / file, drawn_evaluation())
     shown: list[str] = []
-    table = console._plain_table
+    table = printed._plain_table
 
     def recorded(*arguments: object) -> None:
         before = sys.stdout
@@ -34,7 +34,7 @@ def test_tables_fit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         finally:
             sys.stdout = before
 
-    monkeypatch.setattr(console, "_plain_table", recorded)
+    monkeypatch.setattr(printed, "_plain_table", recorded)
     assert support.run_main(*COMMANDS[name]).code == 0
     assert len(shown) > 2
     assert [line for line in shown if len(line) > 80] == []
@@ -55,7 +55,7 @@ def test_bars_show_the_interval_and_are_ascii_where_they_have_to_be(monkeypatch:
     for encoding in ("utf-8", "ascii"):
         stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         monkeypatch.setattr(sys, "stdout", stream)
-        console.table(("name", ""), [("a…", "███░░")])
+        printed.print_table(("name", ""), [("a…", "███░░")])
         stream.seek(0)
         shown[encoding] = stream.read()
     assert shown["utf-8"].splitlines()[1] == "a…    ███░░"

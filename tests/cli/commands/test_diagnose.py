@@ -101,7 +101,7 @@ def test_a_draft_that_names_no_target_needs_one(tmp_path: Path) -> None:
 
 def test_the_progress_names_the_reading(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from dflash_cli.diagnosis.reading_progress import ReadingProgress
-    from dflash_cli.terminal.console import Meter
+    from dflash_cli.terminal.progress import Meter
 
     monkeypatch.setattr(Meter, "SECONDS", 0.0)
     with ReadingProgress() as progress:

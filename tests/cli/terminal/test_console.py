@@ -1,4 +1,4 @@
-"""The meter of a run on a terminal and in a log, and the output of a quiet run."""
+"""What each kind of run prints, and how texts of others are escaped."""
 
 import json
 import logging
@@ -11,15 +11,8 @@ from typing import ClassVar
 import pytest
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.console import Meter
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
+from dflash_cli.terminal.safe_text import CONTROLS, CONTROLS_OF_TEXT
+from dflash_cli.terminal.tables import print_table
 
 
 @pytest.fixture(autouse=True)
@@ -28,49 +21,10 @@ def loud_again() -> Iterator[None]:
     console.configure(quiet=False)
 
 
-def test_the_line_has_count_estimate_and_time_left() -> None:
-    clock = Clock()
-    meter = Meter(64, "prompts", clock=clock)
-    assert meter.line(0, "") == "0/64 prompts"
-    clock.seconds = 3.0
-    assert meter.line(12, "3.41 [3.2, 3.6]") == "12/64 prompts  3.41 [3.2, 3.6]  0:13 left"
-    assert meter.line(64, "3.41 [3.2, 3.6]") == "64/64 prompts  3.41 [3.2, 3.6]"
-    clock.seconds = 3600.0
-    assert meter.line(16, "").endswith("3:00:00 left")
-
-
-def test_resumed_work_does_not_count_as_speed() -> None:
-    clock = Clock()
-    meter = Meter(100, "prompts", clock=clock)
-    meter.resume(80)
-    clock.seconds = 10.0
-    assert meter.line(80, "") == "80/100 prompts"
-    assert meter.line(90, "") == "90/100 prompts  0:10 left"
-
-
-def test_a_log_gets_a_line_when_both_time_and_work_have_passed(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    with Meter(100, "prompts", clock=clock) as meter:
-        for done in range(1, 101):
-            clock.seconds += 0.5
-            meter.update(done, "3.0")
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in lines] == ["20/100", "40/100", "60/100", "80/100", "100/100"]
-    with Meter(10, "prompts", clock=clock) as meter:
-        for done in range(1, 11):
-            clock.seconds += 60
-            meter.update(done)
-    assert len(capsys.readouterr().err.splitlines()) == 10
-
-
 def test_quiet_silences_all_but_results_warnings_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
     console.configure(quiet=True)
     console.status("status")
     console.note("note")
-    clock = Clock()
-    with Meter(2, "prompts", clock=clock) as meter:
-        clock.seconds = 100
-        meter.update(1)
     console.result("result")
     console.warn("warn")
     console.error("error")
@@ -79,22 +33,9 @@ def test_quiet_silences_all_but_results_warnings_and_errors(capsys: pytest.Captu
     assert err.splitlines() == ["warning: warn", "error: error"]
 
 
-def test_a_bar_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    with Meter(1319, "prompts") as meter:
-        meter.update(1234, "acceptance 13.41 [13.2, 13.6]  12345 tokens/s")
-        assert meter._display is not None
-        meter._display.refresh()
-    shown = capsys.readouterr().err
-    assert "1234/1319 prompts  acceptance 13.41 [13.2, 13.6]  12345 tokens/s  0:00 left" in shown
-    assert "…" not in shown
-
-
 def test_a_piped_table_is_aligned_whole_and_ends_in_no_spaces(capsys: pytest.CaptureFixture[str]) -> None:
     long = "x" * 300
-    console.table(("name", "count", ""), [("a", "1", ""), ("中文", "20", long), ("b", "3", "y")], title="title")
+    print_table(("name", "count", ""), [("a", "1", ""), ("中文", "20", long), ("b", "3", "y")], title="title")
     assert capsys.readouterr().out.splitlines() == [
         "title",
         "name  count",
@@ -102,9 +43,9 @@ def test_a_piped_table_is_aligned_whole_and_ends_in_no_spaces(capsys: pytest.Cap
         f"中文     20  {long}",
         "b         3  y",
     ]
-    console.table(("name", "share of"), [("a", "0.5"), ("b", "-")])
+    print_table(("name", "share of"), [("a", "0.5"), ("b", "-")])
     assert capsys.readouterr().out.splitlines() == ["name  share of", "a          0.5", "b            -"]
-    console.table(("", ""), [("only", "rows")])
+    print_table(("", ""), [("only", "rows")])
     assert capsys.readouterr().out == "only  rows\n"
 
 
@@ -112,7 +53,7 @@ HOSTILE = "a\nerror: forged\r\x1b[31m\x1b]0;t\x07\x7f\x9b2J\u202e\u2028"
 
 
 def is_safe(text: str) -> bool:
-    return text.endswith("\n") and "\n" not in text[:-1] and not console.CONTROLS.search(text[:-1])
+    return text.endswith("\n") and "\n" not in text[:-1] and not CONTROLS.search(text[:-1])
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -127,7 +68,7 @@ def test_control_characters_are_escaped_on_one_line(
         out, err = capsys.readouterr()
         assert is_safe(out + err), write
         assert "forged" in out + err
-    console.table((HOSTILE,), [(HOSTILE,)], title=HOSTILE)
+    print_table((HOSTILE,), [(HOSTILE,)], title=HOSTILE)
     console.spans([(HOSTILE, "bold")])
     assert all(is_safe(f"{line}\n") for line in capsys.readouterr().out.split("\n"))
 
@@ -141,7 +82,7 @@ def test_answers_keep_their_lines_and_lose_their_escapes_on_a_terminal(
     console.result_text(f"{console.dim('--- 1 ---')}\n\t{HOSTILE}")
     out = capsys.readouterr().out
     assert out.startswith("\x1b[2m--- 1 ---\x1b[0m\n\ta\nerror: forged\\r\\x1b[31m")
-    assert not console.CONTROLS_OF_TEXT.search(out)
+    assert not CONTROLS_OF_TEXT.search(out)
 
 
 def test_log_records_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +110,7 @@ def test_colours_of_a_pipe(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    console.table(("id", "severity"), [("C01", "error"), ("C02", "info"), ("error of mine", "fine")])
+    print_table(("id", "severity"), [("C01", "error"), ("C02", "info"), ("error of mine", "fine")])
     console.severity_line("C01 ", "warning", " x" * 60)
     console.warn("text")
     out, err = capsys.readouterr()
@@ -204,7 +145,7 @@ def test_a_narrow_terminal_gets_no_bars(
     """A missing number is no bar."""
     monkeypatch.setenv("COLUMNS", width)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    console.table(("position", "p", "share of steps", ""), [("1", "-", "0.765", "█" * 17 + "░"), ("2", "-", "0", "")])
+    print_table(("position", "p", "share of steps", ""), [("1", "-", "0.765", "█" * 17 + "░"), ("2", "-", "0", "")])
     out = capsys.readouterr().out
     assert (out.count("█"), out.count("-")) == (17 * has_bars, 2)
 
@@ -234,5 +175,5 @@ def test_documents_stay_json_and_equal() -> None:
         name: str
 
     text = console.json_document(Document(HOSTILE))
-    assert not console.CONTROLS.search(text)
+    assert not CONTROLS.search(text)
     assert json.loads(text)["name"] == HOSTILE

@@ -17,6 +17,7 @@ import pytest
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import ReaderGone
+from dflash_cli.terminal.tables import print_table
 from dflash_testing import checkpoints as support
 from dflash_testing.forking import Fork
 from dflash_testing.paths import ROOT
@@ -139,7 +140,7 @@ def test_every_writer_survives_a_reader_that_has_gone(monkeypatch: pytest.Monkey
     console.stop_without_reader()
     monkeypatch.setattr(sys, "stdout", Gone())
     monkeypatch.setattr(sys, "stderr", Gone())
-    console.table(("a",), [("1",)], title="title")
+    print_table(("a",), [("1",)], title="title")
     console.show({}, lambda: console.result("text"))
     console.warn("text")
     with pytest.raises(ReaderGone):

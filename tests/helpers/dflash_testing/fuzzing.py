@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.terminal.console import CONTROLS
+from dflash_cli.terminal.safe_text import CONTROLS
 from dflash_testing import checkpoints as support
 from dflash_testing import mutations
 from dflash_testing.deadline import deadline
