@@ -22,7 +22,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels", "tests/helpers")]
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.checkpoint.hosted_config import open_decoder, recorded_types
+from dflash_runtime.checkpoint.decoder_values import recorded_types
+from dflash_runtime.checkpoint.hosted_config import open_decoder
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.runs_here import TRIAL_WORDS, how_it_runs
 from dflash_runtime.errors import DFlashError

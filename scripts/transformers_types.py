@@ -15,7 +15,8 @@ if __name__ == "__main__":
     root = Path(__file__).resolve().parents[1]
     sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels")]
 
-from dflash_runtime.checkpoint.hosted_config import COUNTS, DECIDING_KEYS, rope_kinds
+from dflash_runtime.checkpoint.decoder_values import COUNTS, rope_kinds
+from dflash_runtime.checkpoint.hosted_refusals import DECIDING_KEYS
 
 
 def value_of(text: Any, key: str) -> Any:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflash_cli.formats.fields import REMOVED, with_keys
 from dflash_cli.formats.gguf import FILE_TYPE, OWN
-from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.gguf import TYPE_NUMBERS, TYPES
 from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, is_plain
+from dflash_runtime.checkpoint.safetensors_header import TensorInfo
 from dflash_runtime.checkpoint.target_facts import MLX_KEYS, mlx_bits
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.json_values import as_object, is_int

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dflash_runtime.checkpoint.files import DTYPE_BYTES, Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, canonical_name, find_stored_rows
+from dflash_runtime.checkpoint.safetensors_header import DTYPE_BYTES, TensorInfo
 from dflash_runtime.checkpoint.target_facts import MLX, NESTED, PACKING, mlx_bits
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UnsupportedError

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.safetensors_header import TensorInfo
 
 SAMPLE_BYTES = 16 * 2**10
 """Bytes of one sample of a large tensor."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from dflash_runtime.checkpoint.files import TensorInfo
 from dflash_runtime.checkpoint.layout import PACKED_DTYPES
+from dflash_runtime.checkpoint.safetensors_header import TensorInfo
 from dflash_runtime.errors import TensorMismatch
 
 

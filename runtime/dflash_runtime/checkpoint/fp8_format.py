@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
-from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import FUSED
+from dflash_runtime.checkpoint.safetensors_header import TensorInfo
 from dflash_runtime.checkpoint.target_facts import decoder_config
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.json_values import as_object, is_int

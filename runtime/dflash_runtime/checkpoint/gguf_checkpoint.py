@@ -11,10 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dflash_runtime.checkpoint.files import DTYPE_BYTES, Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.gguf import DRAFTS, GgufHeader
 from dflash_runtime.checkpoint.gguf_files import find_gguf, other_architecture, read_gguf
 from dflash_runtime.checkpoint.layout import SINKS
+from dflash_runtime.checkpoint.safetensors_header import DTYPE_BYTES, TensorInfo
 from dflash_runtime.checkpoint.strict_json import parse_json
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError
 

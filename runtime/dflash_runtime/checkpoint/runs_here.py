@@ -17,17 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_runtime.checkpoint.adapters import ADAPTER
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
+from dflash_runtime.checkpoint.decoder_values import recorded_types
 from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8, stated_quantization
 from dflash_runtime.checkpoint.gemma4_config import GEMMA4, read_gemma4_config
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.hf_config import not_run, refuse_other_layers
-from dflash_runtime.checkpoint.hosted_config import (
-    A_FAMILY,
-    read_recorded,
-    recorded_types,
-    refuse_cache,
-    refuse_pages,
-)
+from dflash_runtime.checkpoint.hosted_config import read_recorded
+from dflash_runtime.checkpoint.hosted_refusals import A_FAMILY, refuse_cache, refuse_pages
 from dflash_runtime.checkpoint.hybrid_config import HYBRIDS, read_hybrid_config
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.target_quantization import (
@@ -40,7 +36,7 @@ from dflash_runtime.notices import Notice
 from dflash_runtime.target_config import TargetConfig
 
 if TYPE_CHECKING:
-    from dflash_runtime.checkpoint.hosted_config import DecoderConfig
+    from dflash_runtime.checkpoint.decoder_values import DecoderConfig
 
 TargetRuntime = Literal["native", "transformers", "transformers-cache"]
 """The code that runs a target: a family of dflash_runtime/models, or transformers, over our pages or with its own

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_runtime.checkpoint.decoder_values import num_streams
 from dflash_runtime.checkpoint.hf_config import not_run
-from dflash_runtime.checkpoint.hosted_config import num_streams
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.models.head import NO_ID, ScaledHead

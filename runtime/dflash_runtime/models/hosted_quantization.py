@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.fp8_format import stated_quantization
+from dflash_runtime.checkpoint.safetensors_header import TensorInfo
 from dflash_runtime.checkpoint.target_quantization import (
     Quantization,
     has_cut_blocks,

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.fp8_weight import SCALES, WEIGHT, Fp8Weight, join_rows
-from dflash_runtime.checkpoint.files import Checkpoint, TensorInfo
+from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.fp8_format import E4M3, Fp8Format, Fp8Names, fp8_matrices, read_fp8_format
 from dflash_runtime.checkpoint.layout import FUSED
+from dflash_runtime.checkpoint.safetensors_header import TensorInfo
 from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target_shares import Cut, cut_info, cut_scales

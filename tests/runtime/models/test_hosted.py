@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.checkpoint import hosted_config, runs_here
-from dflash_runtime.checkpoint.hosted_config import NUM_STREAMS
+from dflash_runtime.checkpoint.hosted_refusals import NUM_STREAMS
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
