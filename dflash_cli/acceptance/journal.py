@@ -22,7 +22,7 @@ from dflash_cli.documents.atomic_file import (
     naming_output,
     open_output,
 )
-from dflash_cli.documents.reading import parse_object, read_document, read_input
+from dflash_cli.documents.reading import parse_object, read_document, read_stored
 from dflash_cli.generation.answers import Answer, AnswerRow
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.terminal.interruption import how_to_continue
@@ -273,7 +273,7 @@ def _read(path: Path) -> _Stored:
     Raises:
         UsageError: the first line is not the head of a file of answers, or a further line is not a JSON object.
     """
-    data = read_input(path, MAX_ROWS_BYTES)
+    data = read_stored(path, MAX_ROWS_BYTES)
     whole = data[: data.rfind(b"\n") + 1]
     if not whole and HEAD_START.startswith(data[: len(HEAD_START)]):
         return _Stored({}, {}, 0)  # the run was stopped while it wrote the first line

@@ -157,11 +157,13 @@ class ResultFile:
     def numbered_rows(self) -> dict[int, dict[str, Any]]:
         """The objects of the file's lines by line number, without a last line that was cut off.
 
-        Empty if the first line with text is not an object.
+        A file that is one object on several lines has this object. Empty if the first line is not an object otherwise.
 
         Raises:
             UsageError: another line is not an object.
         """
+        if isinstance(self.document, dict):
+            return {1: self.document}
         lines = text_lines(self.text)
         rows = {number: (line, _parse(line)) for number, line in enumerate(lines, start=1) if line.strip()}
         if not rows or not isinstance(next(iter(rows.values()))[1], dict):

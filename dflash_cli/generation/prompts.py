@@ -12,19 +12,18 @@ A row may also have `id`, `category`, `tools` for the chat template and, to scor
 
 import json
 import random
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
-from dflash_cli.documents.reading import bounded_lines
+from dflash_cli.documents.reading import bounded_lines, open_text
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_runtime.checkpoint.digests import digest_text
 from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.documents import HIDDEN, OPTIONAL
-from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError, unreadable
+from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
 from dflash_runtime.json_values import is_int
 from dflash_runtime.phrases import shorten
 
@@ -163,34 +162,21 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
             for index, text in enumerate(texts)
         ]
     if prompts == "-":
-        return parse_rows(sys.stdin, "stdin")
+        with open_text(None) as lines:
+            return parse_rows(lines, "stdin")
     path = Path(prompts) if prompts is not None else default
     if path is None:
         raise UsageError(
             "no prompt was given", id="no-prompt", hint='dflash generate "def fibonacci(n):", or --prompts FILE.jsonl'
         )
     try:
-        with path.open(encoding="utf-8") as lines:
+        with open_text(path) as lines:
             return parse_rows(lines, str(path))
-    except FileNotFoundError as error:
-        is_address = prompts is not None and "://" in prompts
-        raise CheckpointNotFound(
-            "no such file", id="no-such-file", path=prompts if is_address else path,
-            hint="download it, and name the file" if is_address else None,
-        ) from error  # fmt: skip
-    except IsADirectoryError as error:
-        expected = "a file with one JSON object per line"
-        raise UsageError(
-            f"is a directory, expected {expected}", id="prompts-in-a-directory", path=path, field="--prompts",
-            expected=expected,
-        ) from error  # fmt: skip
-    except UnicodeDecodeError as error:
-        found, hint = f"byte {error.object[error.start]:#04x}", "save the file as UTF-8"
-        raise RequestError(
-            f"found {found}, expected UTF-8", id="not-utf-8", path=path, found=found, hint=hint
-        ) from error
-    except OSError as error:
-        raise unreadable(path, error) from error
+    except CheckpointNotFound as error:
+        if prompts is None or "://" not in prompts:
+            raise
+        hint = "download it, and name the file"
+        raise CheckpointNotFound("no such file", id=error.id, path=prompts, hint=hint) from error
 
 
 def parse_rows(stream: TextIO, name: str) -> list[PromptRow]:
@@ -233,7 +219,8 @@ def digest_rows(rows: Iterable[PromptRow]) -> str:
 
 
 def _read_stdin() -> str:
-    text = sys.stdin.read(MAX_JSON_BYTES + 1)
+    with open_text(None) as stream:
+        text = stream.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:
         raise too_large_json(len(text), Path("stdin"))
     if not text:

@@ -1,6 +1,7 @@
 """Mistakes of a first day: each message has a hint or the expected form, and the documented exit code."""
 
 import errno
+import gzip
 import json
 import os
 import shutil
@@ -50,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (path / "integers" / "model.safetensors").write_bytes(weights[:begin] + b'"U32"' + weights[begin + 5 :])
     (path / "lines.txt").write_text("one\ntwo\n")
     (path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+    (path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}' * 99)[:-9])
     (path / "list.json").write_text("[]")
     (path / "rows.jsonl").write_text('{"kind": "answers"}\n{"index": 0}\n')
     yield path
@@ -81,7 +83,8 @@ MISTAKES: dict[str, tuple[list[str], int, str, str | None]] = {
     "prompts as plain text": (["generate", "-p", "lines.txt"], 2, "not-json", None),
     "prompts in another encoding": (["generate", "-p", "latin.jsonl"], 2, "not-utf-8", None),
     "an address as prompts": (["bench", "-p", "https://a.b/c.jsonl"], 4, "no-such-file", None),
-    "a folder as prompts": (["bench", "-p", "draft"], 2, "prompts-in-a-directory", None),
+    "a folder as prompts": (["bench", "-p", "draft"], 2, "not-a-regular-file", "a file"),
+    "a cut off gzip file": (["bench", "-p", "cut.jsonl.gz"], 2, "not-gzip", "a whole gzip file"),
     "a folder as a result": (["report", "draft"], 2, "result-is-directory", "a file with a result"),
     "a file of answers as a result": (["card", "rows.jsonl"], 2, "rows-instead-of-result", "one JSON object"),
     "a folder as a server": (["probe", "draft"], 2, "usage-error", "a server's address, such as http://localhost:8000"),
@@ -127,7 +130,7 @@ def test_a_file_that_this_user_may_not_read_is_input_that_cannot_be_reached(
 ) -> None:
     """The system is asked for nothing, because root may read everything."""
     draft = support.make_native(tmp_path / "draft")
-    monkeypatch.setattr(reading, "read_bytes", denied)
+    monkeypatch.setattr(reading, "regular_size", denied)
     with refuses(FileUnreadable, "file-unreadable", path="result.json") as raised:
         reading.read_input(Path("result.json"))
     assert (raised.value.exit_code, raised.value.hint is not None) == (4, True)

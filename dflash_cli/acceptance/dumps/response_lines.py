@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dflash_cli.documents.reading import open_lines
 from dflash_runtime.checkpoint.strict_json import loads
 from dflash_runtime.errors import MISSING, CheckpointError
 from dflash_runtime.json_values import is_int
@@ -20,13 +21,10 @@ def read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         CheckpointError: the file cannot be read, or a line is not a JSON object.
     """
-    try:
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield number, parse_line(line, f"{file}:{number}")
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", id="unreadable-file", path=file) from error
+    with open_lines(file, error=CheckpointError) as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield number, parse_line(line, f"{file}:{number}")
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_cli.acceptance.dumps.dump_format import DUMP_FORMATS, Dump, DumpedText
 from dflash_cli.acceptance.dumps.response_lines import finish_reason_of, parse_line, read_lines, token_list
+from dflash_cli.documents.reading import open_lines, unpacked_name
 from dflash_cli.generation.prompts import PromptRow
 from dflash_runtime.errors import MISSING, CheckpointError, UsageError
 from dflash_runtime.json_values import as_object
@@ -29,7 +30,7 @@ class SglangDump:
     """A file of responses."""
 
     def matches(self, path: Path) -> bool:
-        return path.is_file() and path.suffix in (".jsonl", ".json")
+        return path.is_file() and unpacked_name(path.name).suffix in (".jsonl", ".json")
 
     def open(self, path: Path, layer_ids: Sequence[int] | None) -> Dump:
         if layer_ids is None:
@@ -120,7 +121,7 @@ def _tensor(file: Path, number: int, num_taps: int) -> "torch.Tensor":
     import torch
 
     where = f"{file}:{number}"
-    with file.open("rb") as stream:
+    with open_lines(file, error=CheckpointError) as stream:
         text = next(line for at, line in enumerate(stream, start=1) if at == number)
     try:
         rows = torch.tensor(_rows(as_object(parse_line(text, where).get("meta_info")), where), dtype=torch.float32)

@@ -10,6 +10,7 @@ from typing import Any
 from dflash_cli.checkpoints.hub import download_snapshot, explained
 from dflash_cli.checkpoints.references import HUB_ID
 from dflash_cli.checkpoints.slow_answers import HubUnreachable
+from dflash_cli.documents.reading import unpacked_name
 from dflash_cli.generation.datasets.table_files import READERS
 from dflash_runtime.checkpoint.digests import hash_files
 from dflash_runtime.errors import CheckpointNotFound
@@ -41,7 +42,7 @@ def find_files(place: str, *, subset: str | None, split: str, is_subset_asked: b
     path = Path(place).expanduser()
     if not path.exists() and HUB_ID.match(place):
         return _from_hub(place, subset, split, is_subset_asked=is_subset_asked)
-    if path.is_file() and path.suffix in READERS:
+    if path.is_file() and unpacked_name(path.name).suffix in READERS:
         return FoundFiles(paths=(path,), names=(path.name,))
     if not path.is_dir():
         raise CheckpointNotFound(
@@ -64,21 +65,23 @@ def choose_files(
     Raises:
         CheckpointNotFound: files of rows are missing, at all or for the requested subset.
     """
-    found = [name for name in names if Path(name).suffix in READERS and Path(name).name not in NO_ROWS]
+    plain = {name: unpacked_name(name) for name in names}
+    found = [name for name, path in plain.items() if path.suffix in READERS and path.name not in NO_ROWS]
+    found = [name for name in found if name == str(plain[name]) or str(plain[name]) not in names]
     if not found:
         raise CheckpointNotFound(
             f"{place}: found no file of rows ({', '.join(READERS)})", id="no-row-files", found=place
         )
     if subset is not None:
-        alone = [name for name in found if Path(name).stem == subset]
+        alone = [name for name in found if plain[name].stem == subset]
         of_subset = alone or [name for name in found if subset in _words(name)]
         if is_subset_asked and not of_subset:
             text = f"{place}: no file of {subset}; found {', '.join(found[:8])}"
             raise CheckpointNotFound(text, id="no-such-subset", field="--dataset", found=subset)
         found = of_subset or found
     found = [name for name in found if split in _words(name)] or found
-    kind = min((Path(name).suffix for name in found), key=list(READERS).index)
-    return tuple(sorted(name for name in found if Path(name).suffix == kind))
+    kind = min((plain[name].suffix for name in found), key=list(READERS).index)
+    return tuple(sorted(name for name in found if plain[name].suffix == kind))
 
 
 def _words(name: str) -> set[str]:

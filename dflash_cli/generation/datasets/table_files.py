@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.documents.reading import bounded_lines, read_text
+from dflash_cli.documents.reading import bounded_lines, open_text, read_text, unpacked_name
 from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES, loads, regular_size, too_large_json
 from dflash_runtime.errors import CheckpointError, RequestError, UnsupportedError
 
@@ -32,10 +32,10 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
         try:
             if regular_size(path) > MAX_ROWS_BYTES:
                 raise too_large_json(path.stat().st_size, path, MAX_ROWS_BYTES)
-            rows = list(READERS[path.suffix](path))
+            rows = list(READERS[unpacked_name(path.name).suffix](path))
         except CheckpointError as error:
             raise RequestError(error.message, id=error.id, found=error.found, hint=error.hint) from error
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+        except (OSError, csv.Error) as error:
             raise RequestError(f"cannot be read: {error}", id="cannot-be-read", path=path) from error
         for number, row in rows:
             if not isinstance(row, dict):
@@ -52,7 +52,7 @@ def read_records(paths: Sequence[Path]) -> list[Record]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as stream:
+    with open_text(path) as stream:
         for number, line in bounded_lines(stream, str(path)):
             yield number, _parse(line, f"{path}:{number}")
 
@@ -67,7 +67,7 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8", newline="") as lines:
+    with open_text(path, newline="") as lines:
         yield from enumerate(csv.DictReader(lines), start=1)
 
 

@@ -344,7 +344,7 @@ def test_a_terminal_is_asked(
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr(support, "StringIO", lambda: Terminal())
+    monkeypatch.setattr(support, "TextIOWrapper", lambda _: Terminal())
     assert push().code == 0
     assert (REPO in server.repos) == is_uploaded
 

@@ -208,6 +208,12 @@ def test_sglangs_bench_gives_a_mean_since_the_start_of_the_server(tmp_path: Path
     assert read(tmp_path, tree).facts == facts
 
 
+def test_a_run_on_several_lines_is_read_as_on_one(tmp_path: Path) -> None:
+    """Editors and `jq` write JSON so."""
+    for content in (SGLANG, aiperf_record("a", 0, {"0": 5, "2": 1})):
+        assert read(tmp_path, json.dumps(content, indent=2)) == read(tmp_path, content)
+
+
 def test_dflash_mlx_has_steps_and_accepted_tokens(tmp_path: Path) -> None:
     """The ratio of dflash-mlx is accepted / generated tokens: 911 of 1024 in 113 steps, and 113 + 911 = 1024."""
     result = read(tmp_path, MLX)

@@ -61,7 +61,7 @@ def test_sizes_are_limited(tmp_path: Path) -> None:
     with refuses(RequestError, "not-a-regular-file", path="/dev/zero"):
         read_input(Path("/dev/zero"), error=RequestError)
     path.write_bytes(b"a\xff")
-    with refuses(UsageError, "not-utf-8", path=path, found=1):
+    with refuses(UsageError, "not-utf-8", path=path, found="byte 0xff"):
         read_text(path)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import cache
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -369,7 +369,7 @@ def run_main(*args: object) -> Outcome:
         recorded_notices() as notices,
         patch.object(module, "_report", record),
         patch.object(sys, "argv", ["dflash", *map(str, args)]),
-        patch.object(sys, "stdin", StringIO()),
+        patch.object(sys, "stdin", TextIOWrapper(BytesIO())),
         redirect_stdout(out),
         redirect_stderr(err),
     ):

@@ -9,7 +9,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from io import StringIO
+from io import BytesIO, TextIOWrapper
 from typing import NoReturn
 
 from dflash_testing.checkpoints import Outcome
@@ -57,7 +57,7 @@ def _become(arguments: list[str], out: int | None, err: int) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.stdin, sys.argv = StringIO(), ["dflash", *arguments]
+        sys.stdin, sys.argv = TextIOWrapper(BytesIO()), ["dflash", *arguments]
         os.dup2(err, 2)
         sys.stderr = os.fdopen(2, "w", buffering=1)
         if out is None:
