@@ -23,6 +23,7 @@ from dflash_cli.terminal.interruption import (
 from dflash_cli.version import __version__
 from dflash_runtime.errors import CapacityError, DFlashError, UnsupportedError, UsageError, unreadable
 from dflash_runtime.phrases import closest
+from dflash_runtime.whole_files import NotWritten
 
 RUN = "Run a pair"
 CHECK = "Look at a draft"
@@ -269,7 +270,7 @@ OUTPUT_FAULTS: dict[int, tuple[type[DFlashError], str, str]] = {
     errno.EIO: (CapacityError, "device-fails", "the device does not read or write"),
 }
 """Errors of the system about files -> error, id and text."""
-OUTPUT_HINT = "make room there, or name a file on another disk"
+OUTPUT_HINT = "make room there, or name an output on another disk"
 TYPER_USAGE_ERROR: Any = typer.BadParameter.__base__
 """The base class of Typer's usage errors, which Typer does not export."""
 
@@ -340,8 +341,10 @@ def _foreseen(error: Exception) -> DFlashError | None:
         )
     if isinstance(error, PermissionError):
         return unreadable(error.filename, error)
-    if isinstance(error, OSError) and error.errno in OUTPUT_FAULTS:
-        kind, id, text = OUTPUT_FAULTS[error.errno]
+    if isinstance(error, NotWritten) or (isinstance(error, OSError) and error.errno in OUTPUT_FAULTS):
+        reason = str(error.strerror or type(error.__cause__).__name__).lower()
+        other = (UsageError, "output-not-writable", f"cannot be written: {reason}")
+        kind, id, text = OUTPUT_FAULTS.get(error.errno or 0, other)
         notes = getattr(error, "__notes__", [OUTPUT_HINT])
         return kind(text, id=id, path=error.filename or "stdout", hint=notes[0])
     is_of_torch = isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError"

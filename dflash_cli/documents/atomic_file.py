@@ -10,7 +10,7 @@ from typing import Any, Literal, TextIO
 
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
-from dflash_runtime.whole_files import written_whole
+from dflash_runtime.whole_files import NotWritten, written_whole
 
 
 def check_output(path: Path, *, force: bool, hint: str = "pass --force to replace it", is_folder: bool = False) -> None:
@@ -71,7 +71,7 @@ class Output:
         """Write text.
 
         Raises:
-            OSError: the file cannot be written, for example because the disk is full.
+            NotWritten: the system refuses, for example because the disk is full.
         """
         with naming_output(self.path):
             self.stream.write(text)
@@ -111,7 +111,7 @@ def write_whole(path: Path, data: bytes) -> None:
     """Write a file that is complete or absent. A device or a pipe is written directly.
 
     Raises:
-        OSError: the file cannot be written, for example because the disk is full.
+        NotWritten: the system refuses, for example because the disk is full.
     """
     if is_stream(path):
         with naming_output(path):
@@ -119,6 +119,17 @@ def write_whole(path: Path, data: bytes) -> None:
         return
     with naming_output(path), written_whole(path) as partial:
         partial.write_bytes(data)
+
+
+def make_folder(path: Path) -> None:
+    """Make an output folder in an existing folder, unless it exists.
+
+    Raises:
+        NotWritten: the system refuses.
+        UsageError: this user may not write there.
+    """
+    with naming_output(path):
+        path.mkdir(exist_ok=True)
 
 
 @contextmanager
@@ -141,6 +152,7 @@ def naming_output(path: Path) -> Iterator[None]:
     """Add the name of the output to errors of the system.
 
     Raises:
+        NotWritten: the system refuses to write.
         UsageError: this user may not write the file.
     """
     try:
@@ -151,8 +163,7 @@ def naming_output(path: Path) -> Iterator[None]:
             hint="name another file, or give this user the right to write this one",
         ) from error  # fmt: skip
     except OSError as error:
-        error.filename = str(path)
-        raise
+        raise NotWritten(error.errno, error.strerror, str(path)) from error
 
 
 def json_line(row: Any) -> str:

@@ -10,6 +10,7 @@ from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.checkpoints.remote_gguf import choose_gguf, open_remote_gguf
 from dflash_cli.checkpoints.remote_headers import RemoteCheckpoint, list_repo
 from dflash_cli.conversion.side_files import PAPERS
+from dflash_cli.documents.atomic_file import make_folder, naming_output
 from dflash_cli.publishing.compared_files import Change, ComparedFile, ComparedFiles, change_of
 from dflash_cli.publishing.draft_folder import READ, LocalFile, matches
 from dflash_cli.publishing.hub_upload import HubState, StoredFile, read_state
@@ -64,14 +65,16 @@ class PullPlan:
             CheckpointError: a file differs from the hub's.
             CheckpointNotFound, HubUnreachable: the hub refuses or does not answer.
         """
+        make_folder(self.folder)
         missing = [item for item in self.result.files if item.change != "same"]
-        for item in missing:
-            if item.change == "changed":
-                (self.folder / item.name).unlink()
-        if missing:
-            with explained(self.state.repo, self.result.commit):
-                names = [item.name for item in missing]
-                download_snapshot(self.state.repo, self.result.commit, names, folder=self.folder)
+        with naming_output(self.folder):
+            for item in missing:
+                if item.change == "changed":
+                    (self.folder / item.name).unlink()
+            if missing:
+                with explained(self.state.repo, self.result.commit):
+                    names = [item.name for item in missing]
+                    download_snapshot(self.state.repo, self.result.commit, names, folder=self.folder)
         for item in missing:
             if _compare(self.state.files[item.name], self.folder / item.name) != "same":
                 raise CheckpointError(

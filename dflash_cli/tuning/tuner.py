@@ -13,7 +13,7 @@ from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.comparing.contrasts import Contrast, correct_p_values
 from dflash_cli.comparing.measured_result import MeasuredResult
 from dflash_cli.comparing.result_comparison import compare_results
-from dflash_cli.documents.atomic_file import atomic_text, json_line
+from dflash_cli.documents.atomic_file import atomic_text, json_line, make_folder
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.terminal.shown import Shown
 from dflash_cli.tuning.budget_gain import BudgetGain, budget_gains
@@ -114,7 +114,7 @@ def tune(session: PairSession, request: TuningPlan, progress: TuningProgress) ->
     for item in request.what_ifs:
         refuse_rounding(session.llm.pair, session.target, item)
     if request.folder is not None:
-        request.folder.mkdir(exist_ok=True)
+        make_folder(request.folder)
     evaluations = {item: _measure(session, item, request, progress) for item in candidates}
     rivals = {item: _measure(session, item, request, progress) for item in lookups}
     costs = runs.given or _find_step_costs(session, [*candidates, *lookups], request, progress)

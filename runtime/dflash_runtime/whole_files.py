@@ -11,6 +11,10 @@ _SWAP = threading.Lock()
 """Held while one directory replaces another."""
 
 
+class NotWritten(OSError):
+    """The system did not write a file or a folder. `filename` is the name that the user gave it."""
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """A hidden path next to `path`, to write a file or a directory to.
@@ -19,7 +23,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     is removed. A process that is killed leaves at most the hidden path.
 
     Raises:
-        OSError: the rename failed; the error names `path`.
+        NotWritten: the rename failed.
     """
     partial, replaced = hidden_path(path, "tmp"), hidden_path(path, "old")
     try:
@@ -30,7 +34,7 @@ def written_whole(path: Path) -> Iterator[Path]:
                     path.replace(replaced)
                 partial.replace(path)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(path)) from error
+            raise NotWritten(error.errno, error.strerror, str(path)) from error
     finally:
         _remove(partial)
         _remove(replaced)
@@ -43,8 +47,8 @@ def hidden_path(path: Path, kind: str) -> Path:
 
 def _remove(path: Path) -> None:
     """Remove a file or directory if it exists and the system allows it."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
+    with suppress(OSError):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink(missing_ok=True)

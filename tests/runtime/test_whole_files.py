@@ -1,11 +1,12 @@
 """Files and directories are complete under their name, or absent."""
 
+import errno
 import threading
 from pathlib import Path
 
 import pytest
 
-from dflash_runtime.whole_files import hidden_path, written_whole
+from dflash_runtime.whole_files import NotWritten, hidden_path, written_whole
 
 
 @pytest.mark.parametrize("existing", ["file", "nothing"])
@@ -60,9 +61,9 @@ def test_a_failed_rename_names_the_output(tmp_path: Path) -> None:
         with written_whole(path) as partial:
             partial.touch()
 
-    with pytest.raises(IsADirectoryError) as caught:
+    with pytest.raises(NotWritten) as caught:
         write()
-    assert caught.value.filename == str(path)
+    assert (caught.value.errno, caught.value.filename) == (errno.EISDIR, str(path))
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -23,7 +23,7 @@ from dflash_cli.acceptance.dumps.own_dump import (
 from dflash_cli.acceptance.journal import check_settings
 from dflash_cli.acceptance.measure import find_failures
 from dflash_cli.checkpoints.checkpoint_identity import digest_ends
-from dflash_cli.documents.atomic_file import atomic_text, check_parent, write_whole
+from dflash_cli.documents.atomic_file import atomic_text, check_parent, make_folder, naming_output, write_whole
 from dflash_cli.generation.answers import Answer, Event, own_seed
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompt_source import Failure, PromptSource
@@ -167,11 +167,9 @@ def _prepare(request: DumpPlan, manifest: DumpManifest) -> None:
         hint = "give the same target and options again, or name another folder with --output"
         check_settings(folder, read_manifest(folder).settings, manifest.settings, hint)
     is_new = not folder.exists()
-    folder.mkdir(exist_ok=True)
-    for remains in folder.glob(".*.tmp-*"):
-        remains.unlink()
-    if not request.resume:
-        for file in folder.glob(FILES):
+    make_folder(folder)
+    with naming_output(folder):
+        for file in (*folder.glob(".*.tmp-*"), *(() if request.resume else folder.glob(FILES))):
             file.unlink()
     try:
         _write_manifest(folder, manifest)
