@@ -14,7 +14,7 @@ from dflash_cli.generation.answers import Streaming, Tally
 from dflash_cli.generation.prompt_sets import PromptSet
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.handoff.handoff_folder import empty_folder, read_waiting
-from dflash_cli.handoff.handoff_options import ADDRESSES, HandoffOptions, names_folder
+from dflash_cli.handoff.handoff_options import HandoffOptions, names_folder
 from dflash_cli.terminal import console
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import (
@@ -26,7 +26,7 @@ from dflash_runtime.errors import (
     RequestError,
     UsageError,
 )
-from dflash_runtime.kv_transfer.control_channel import Address
+from dflash_runtime.kv_transfer import connector_locations
 from dflash_runtime.kv_transfer.handoff import Handoff, HandoffHeader, check_handoff, check_tokens, concerns_target
 from dflash_runtime.kv_transfer.transfer_counts import TransferCounts
 from dflash_runtime.notices import Notice
@@ -287,7 +287,7 @@ def open_handing(options: HandoffOptions, given: PromptSet | None, *, check_loss
         _refuse_turns(given.rows if given is not None else ())
     is_folder = place is not None and names_folder(place)
     if place is not None and not is_folder:
-        _check_address(place)
+        connector_locations.names_folder(place)  # raises if the address is malformed
     waiting = read_waiting(str(place)) if options.brings_prompts else ()
     if check_lossless and not all(item.handoff.params.is_greedy for item in waiting):
         raise UsageError(
@@ -310,21 +310,6 @@ def _without_content(header: HandoffHeader) -> Handoff:
     from dflash_runtime.kv_transfer.payload_bytes import empty_like_spec
 
     return header.handoff.with_tensors({name: empty_like_spec(spec, "meta") for name, spec in header.tensors.items()})
-
-
-def _check_address(place: str) -> None:
-    """Refuse a malformed address. Needs torch for a connector that is not one of ours.
-
-    Raises:
-        UsageError: it is not an address of a connector.
-    """
-    name, mark, rest = place.partition("://")
-    if mark and name in ADDRESSES:
-        Address.parse(rest)
-        return
-    from dflash_runtime.kv_transfer import connector_locations
-
-    connector_locations.names_folder(place)
 
 
 def _refuse_turns(rows: Sequence[PromptRow]) -> None:

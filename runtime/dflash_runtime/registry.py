@@ -1,8 +1,15 @@
-"""A registry that finds its items by importing a package, so that a new item needs only a new file."""
+"""A registry that finds its items by importing a package, so that a new item needs only a new file.
+
+Without an import, the lines that register items are found in the text of files, because other lines may import torch.
+"""
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from dflash_runtime.errors import UnsupportedError
@@ -66,3 +73,25 @@ class Registry(Generic[T]):
     def values(self) -> list[T]:
         """All items, in order of registration."""
         return list(self._items.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteringFile:
+    """A file of a package that registers items: its module, its text, and the names of the items."""
+
+    module: str
+    text: str
+    names: tuple[str, ...]
+
+
+def registering_files(package: str, table: str) -> list[RegisteringFile]:
+    """Return the files of a package with lines `TABLE.register("name")`. Imports the package, but none of its files."""
+    line = re.compile(rf'^@?{table}\.register\("([^"]+)"\)', re.MULTILINE)
+    paths = (path for folder in importlib.import_module(package).__path__ for path in sorted(Path(folder).glob("*.py")))
+    files = [RegisteringFile(path.stem, text := _text_of(path), tuple(line.findall(text))) for path in paths]
+    return [file for file in files if file.names]
+
+
+@cache
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from dflash_runtime.kv_transfer.handoff import Handoff, HandoffHeader, TensorSpe
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 
+RUNTIMES = ("auto", "native", "transformers", "transformers-cache")
 PROMPTED = ("generate", "bench", "tune", "eval-acceptance")
 """Commands that run prompts with a pair."""
 
@@ -58,6 +59,7 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
         ["generate", "x", "-d", "copy", "-t", "mute"], ["eval-acceptance", "copy", "-t", "mute"],
         ["generate", "x", "--device-map", "gpus"], ["generate", "x", "--device-map", "empty.json"],
         ["generate", "x", "--handoff-in", "gloo://host"], ["generate", "x", "--handoff-out", "nccl://host:x"],
+        ["generate", "x", "--handoff-in", "glo://host:1"], ["generate", "x", "--handoff-out", "http://host:1/x"],
         ["inspect", "copy", "--target", "whole", "--max-model-len", "99999"],
     ),
     3: (
@@ -73,7 +75,9 @@ REFUSED: Mapping[int, tuple[list[str], ...]] = {
         *([name, "copy", "-t", "bare"] for name in ("bench", "tune", "eval-acceptance", "diagnose")),
         # a target without one tensor, with one of integers, and with a tokenizer that is not JSON
         *([name, "copy", "-t", "halved"] for name in ("bench", "tune", "eval-acceptance", "diagnose")),
-        ["generate", "x", "-k", "0", "-t", "halved"], ["dump", "halved", "--taps", "1", "--output", "dump"],
+        *(["generate", "x", "-k", "0", "-t", "halved", "--target-runtime", name] for name in RUNTIMES),
+        ["eval-acceptance", "copy", "-t", "narrowed", "--target-runtime", "transformers"],
+        ["dump", "halved", "--taps", "1", "--output", "dump"],
         ["generate", "x", "-d", "copy", "-t", "integers"], ["generate", "x", "-d", "copy", "-t", "mumbling"],
         ["generate", "--handoff-in", "damaged"],
     ),
@@ -114,6 +118,7 @@ def make_targets(home: Path) -> None:
     start = weights.index(b'"BF16"', weights.index(name))
     for folder, changed in {
         "halved": weights.replace(name, name.replace(b"k_proj", b"x_proj"), 1),
+        "narrowed": weights.replace(b'"shape":[192,512]', b'"shape":[512,192]', 1),
         "integers": weights[:start] + b' "I16"' + weights[start + 6 :],
     }.items():
         shutil.copytree(whole, home / folder)

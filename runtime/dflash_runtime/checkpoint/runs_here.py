@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,6 +32,7 @@ from dflash_runtime.checkpoint.target_quantization import (
 )
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.notices import Notice
+from dflash_runtime.registry import RegisteringFile, registering_files
 from dflash_runtime.target_config import TargetConfig
 
 if TYPE_CHECKING:
@@ -53,9 +53,6 @@ UNCAPTURED = "slowly, by transformers over our pages, without CUDA graphs: its c
 
 FAMILIES = "dflash_runtime.models"
 """The package of native families. Importing it imports no family."""
-
-REGISTERED = re.compile(r'^@TARGETS\.register\("([^"]+)"\)', re.MULTILINE)
-"""The line that registers a model type."""
 
 TRIAL_WORDS = {
     "target-layers-not-found": "its code keeps its decoder layers where a draft cannot tap them",
@@ -213,27 +210,14 @@ def without_native_family(source: TargetSource, families: frozenset[str]) -> Uns
     return not_run(kind, reason, id="target-without-native-family", path=path)
 
 
-def family_files() -> dict[str, str]:
-    """Return the text of every file that registers a native family, by the name of its module in `FAMILIES`.
-
-    Files are searched instead of imported, because other files of the package import torch.
-    """
-    files = (file for folder in import_module(FAMILIES).__path__ for file in sorted(Path(folder).glob("*.py")))
-    texts = {file.stem: _text_of(file) for file in files}
-    return {name: text for name, text in texts.items() if REGISTERED.search(text)}
+def family_files() -> list[RegisteringFile]:
+    """Return the files of `FAMILIES` that register a native family."""
+    return registering_files(FAMILIES, "TARGETS")
 
 
 def native_families() -> dict[str, bool]:
     """Return the model types of native families, and whether a family reads configs itself."""
-    found: dict[str, bool] = {}
-    for text in family_files().values():
-        found |= dict.fromkeys(REGISTERED.findall(text), "def read_config(" in text)
-    return found
-
-
-@cache
-def _text_of(file: Path) -> str:
-    return file.read_text(encoding="utf-8")
+    return {name: "def read_config(" in file.text for file in family_files() for name in file.names}
 
 
 def release_note() -> Notice | None:

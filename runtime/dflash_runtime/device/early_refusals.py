@@ -13,7 +13,7 @@ from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, hinting, naming_file
 from dflash_runtime.models.rank_sizes import refuse_split
-from dflash_runtime.models.target import family_config, target_shapes
+from dflash_runtime.models.target import check_hosted_tensors, family_config, target_shapes
 from dflash_runtime.scheduling.limits import resolve_num_drafts
 from dflash_runtime.target_config import TargetConfig
 
@@ -29,7 +29,7 @@ def refuse_early(target: TargetSource, draft: DraftLike | None, config: EngineCo
     Raises:
         UnsupportedError: no code runs the target, or no kernels run it.
         CheckpointError: the target's config is malformed, or files of its weights are absent, cut off or malformed.
-        TensorMismatch: a native target lacks tensors, or has some of another shape.
+        TensorMismatch: a target of a native family lacks tensors, or has some of another shape.
         UsageError: a setting that does not go with tensor parallelism.
         UnsupportedError, TensorMismatch: see `refuse_draft`.
     """
@@ -43,6 +43,8 @@ def refuse_early(target: TargetSource, draft: DraftLike | None, config: EngineCo
         target.checkpoint.check_headers()
         if answer.is_fast:
             target_shapes(target)
+        elif how_it_runs(target, "native").is_fast:
+            check_hosted_tensors(target)
     if not is_known:
         return
     found = family_config(target) if answer.is_fast else None

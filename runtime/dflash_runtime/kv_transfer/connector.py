@@ -8,14 +8,14 @@ The engine asks whether a transfer is done, and continues with other requests me
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from dflash_runtime.errors import UsageError
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
 
 TransferRole = Literal["prefill", "decode"]
 """The side of a process: `prefill` saves hand-offs, `decode` loads them."""
@@ -105,7 +105,7 @@ class OpenOptions:
 
     role: TransferRole
     timeout_s: float = 60.0
-    device: torch.device | None = None
+    device: "torch.device | None" = None
     secret: str = ""
 
 
@@ -118,11 +118,13 @@ class OpenLocation(Protocol):
 CONNECTORS: Registry[OpenLocation] = Registry("connector")
 
 
-def mark_written(tensors: Mapping[str, Tensor]) -> list[torch.cuda.Event]:
+def mark_written(tensors: "Mapping[str, torch.Tensor]") -> "list[torch.cuda.Event]":
     """CUDA events, one per device, after which the tensors hold the values that the calling thread has queued.
 
     A connector's threads use other streams than the engine, and wait for these events before they read.
     """
+    import torch
+
     devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
     events = []
     for device in devices:

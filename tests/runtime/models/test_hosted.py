@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +15,10 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
+from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint import hosted_config, runs_here
 from dflash_runtime.checkpoint.hosted_refusals import NUM_STREAMS
+from dflash_runtime.device.early_refusals import refuse_early
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
@@ -332,3 +335,18 @@ def test_modelling_code_of_transformers_is_imported_when_used(module: ModuleType
     assert module.__file__ is not None
     at_once = ast.parse(Path(module.__file__).read_text()).body
     assert not [node for node in at_once if isinstance(node, ast.ImportFrom) and "transformers" in str(node.module)]
+
+
+@pytest.mark.parametrize("runtime", ["transformers", "transformers-cache"])
+def test_a_lacking_target_of_a_native_family_is_refused_from_its_headers(runtime: str, tmp_path: Path) -> None:
+    """Transformers may rename tensors, so it judges a target that has other names throughout."""
+    target = shutil.copytree(tiny_directory() / "target", tmp_path / "target")
+    weights = (target / "model.safetensors").read_bytes()
+    config = EngineConfig(num_draft_tokens=0, target_runtime=runtime)
+    refuse_early(open_target(target), None, config)
+    for old, new in ((b"layers.1.self_attn.k_proj", b"layers.1.self_attn.x_proj"), (b"[192,512]", b"[512,192]")):
+        (target / "model.safetensors").write_bytes(weights.replace(old, new, 1))
+        with refuses(TensorMismatch):
+            refuse_early(open_target(target), None, config)
+    (target / "model.safetensors").write_bytes(weights.replace(b'"model.', b'"modex.'))
+    refuse_early(open_target(target), None, config)
