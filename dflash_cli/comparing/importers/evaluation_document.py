@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.conversation_counts import pool_conditions
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
+from dflash_cli.comparing.own_facts import own_facts
 from dflash_cli.comparing.stored_evaluation import read_evaluation
 from dflash_runtime.documents import to_json
 
@@ -27,7 +28,7 @@ class EvaluationDocument(ResultFormat):
             counts,
             conversations=pool_conditions(conversations),
             why_no_rows=None if conversations else "an older release wrote it without rows of prompts; measure again",
-            facts={**evaluation.settings, **_plain(to_json(evaluation.measured))},
+            facts=own_facts({**evaluation.settings, **_plain(to_json(evaluation.measured))}),
         )
 
 

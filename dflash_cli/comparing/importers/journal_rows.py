@@ -6,12 +6,10 @@ from typing import ClassVar
 from dflash_cli.acceptance.conversation_counts import ConversationCounts, pool_conditions
 from dflash_cli.acceptance.journal import JournalHead, JournalRow
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
+from dflash_cli.comparing.own_facts import own_facts
 from dflash_runtime.documents import from_json
 from dflash_runtime.errors import UsageError
 from dflash_runtime.metrics import AcceptanceCounts
-
-WRITTEN_IF_CHOSEN = {"kv_dtype": "auto", "drafting": "model"}
-"""Settings that the file lacks if they have these values, which the JSON document always states."""
 
 
 @RESULT_FORMATS.register("rows")
@@ -41,7 +39,7 @@ class JournalRows(ResultFormat):
                     raise file.refuse(text, id="malformed-result")
                 counts.add(length - 1, width - 1)
         pooled = pool_conditions(_conversation(turns) for turns in conversations.values())
-        return self.of_counts(file, counts, conversations=pooled, facts={**WRITTEN_IF_CHOSEN, **settings})
+        return self.of_counts(file, counts, conversations=pooled, facts=own_facts(settings))
 
 
 def _conversation(rows: Sequence[JournalRow]) -> ConversationCounts:
