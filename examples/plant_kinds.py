@@ -68,7 +68,7 @@ def directory(family: str, role: Role) -> Path:
 
 
 def own_prompts(family: str) -> list[list[int]]:
-    """The prompts of a pair whose language asks for values that its prompts state; none for other pairs."""
+    """The prompts of the hybrid pair, which ask for values that they state; empty for other pairs."""
     if family != "hybrid":
         return []
     lines = (PAIRS / family / "prompts.jsonl").read_text().splitlines()
@@ -205,7 +205,7 @@ def sound_row(family: str) -> dict[str, Any]:
 
 
 def prepare(faults: Path | None, lengths: dict[str, float], factors: str | None) -> None:
-    """What a process does once: load the faults, and use one thread."""
+    """Load the faults and use one thread, once per process."""
     global BUDGET
     torch.set_num_threads(1)
     shorten()

@@ -147,7 +147,7 @@ def find_checkpoint(reference: str, role: Role, *, needs_weights: bool = False) 
     """The place of a reference's checkpoint.
 
     A hub repository is downloaded if its weights are needed. Otherwise it is only listed, and its headers are read from
-    the hub; if the hub cannot be reached, the copy in the local cache is used if there is one.
+    the hub. If the hub cannot be reached, a copy in the local cache is used.
 
     Raises:
         CheckpointNotFound, UsageError: see `fetch_directory`.

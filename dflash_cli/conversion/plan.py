@@ -168,7 +168,7 @@ def _lost_keys(draft: DraftCheckpoint, config_json: Json, result: Format, *, all
     lost.sort()
     if not lost:
         return []
-    text = f"{', '.join(lost)}: {result.title} has no key for it"
+    text = f"{', '.join(lost)}: {result.title} lacks a key for it"
     if not allow_lossy:
         raise LossyConversion(
             text, id="keys-lost", path=draft.checkpoint.config_path, field=lost[0], found=tuple(lost), hint=ALLOW_HINT

@@ -199,7 +199,7 @@ def _first(batch: Batch) -> list[Request]:
 
 
 def every(num_pages: int, found: Lookup) -> list[int]:
-    """Keep the state after every so many pages."""
+    """Keep the state after every `num_pages` pages."""
     first = found.num_restored // num_pages + 1
     return [number * num_pages for number in range(first, found.num_pages // num_pages + 1)]
 

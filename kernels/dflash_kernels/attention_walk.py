@@ -184,7 +184,7 @@ def walk_block(
 ):  # fmt: skip
     """Add the tiles `[begin, end)` of the block's keys to a running softmax. IS_FULL: every row sees every key.
 
-    NUM_STAGES: tiles in flight, if not as many as the launch asks for.
+    NUM_STAGES: tiles in flight; None for the number that the launch states.
     """
     for step in tl.range(begin, end, num_stages=NUM_STAGES):
         position = step * TILE_N + tl.arange(0, TILE_N)

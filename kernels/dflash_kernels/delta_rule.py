@@ -44,7 +44,7 @@ EPSILON = 1e-6
 """Added to the squared length of a key or query."""
 
 STATE_TILE = 16
-"""Columns of a tile of a state: those of one program of one warp. Another width would sum in another order."""
+"""Columns of a tile of a state. One program of one warp computes one tile. Another width would sum in another order."""
 
 _TL_STATE_TILE = constexpr(STATE_TILE)
 

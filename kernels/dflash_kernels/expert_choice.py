@@ -39,7 +39,7 @@ def choose_experts_ref(
     """Return the likeliest experts of each row, then the shared experts, and their scores.
 
     hidden  [T, hidden]
-    router  [E, hidden], or [E + 1, hidden] with shared experts, whose score is the sigmoid of the last row's logit
+    router  [E, hidden], or [E + 1, hidden] with shared experts; the sigmoid of the last row's logit is their score
     bias    one number per row of `router`, or None
     factors one number per expert, which multiplies the expert's score, or None
     Returns ids [T, C + S] int64, likeliest first and then E, E + 1, ..., and scores [T, C + S] in the dtype of

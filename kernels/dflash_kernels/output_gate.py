@@ -1,4 +1,4 @@
-"""Attention's output times the sigmoid of a gate, whose product may still be in parts.
+"""Attention's output times the sigmoid of a gate. The gate's product may still be in parts.
 
 Rounded as in the published models: after the sigmoid, and after the product.
 Source: huggingface/transformers models/qwen3_5/modeling_qwen3_5.py.

@@ -30,7 +30,7 @@ BLOCK_CHANNELS, BLOCK_WARPS = 128, 4
 """Channels of a block in one program, and its warps."""
 
 SHORT_ROWS, SHORT_CHANNELS = 4, 256
-"""The same for blocks of at most so many rows."""
+"""Blocks of at most SHORT_ROWS rows have SHORT_CHANNELS channels in one program."""
 
 CHUNK_ROWS, CHUNK_CHANNELS, CHUNK_WARPS = 16, 128, 4
 """Rows and channels of a chunk in one program, and its warps."""

@@ -84,8 +84,8 @@ def rope_store_ref(
     cos, sin    [T, R]                   rows of the rope table
     place       caches and slots, written; None stores nothing
     turn        the rotated pairs
-    Returns [T, H + 2 KV, D]: rotated queries, rotated keys, values. With a place, keys and values are as `kv_store_ref`
-    returns them.
+    Returns [T, H + 2 KV, D]: rotated queries, rotated keys, values. Stored keys and values are as
+    `kv_store_ref` returns them.
 
     The reference waits for the device (`kv_store_ref`); the kernel does not wait.
     """

@@ -1,9 +1,9 @@
 """The best tokens of each row of logits, in two launches: candidates for a walk over a block, and for a tree.
 
 The first launch reads the logits once and finds the highest logit of each small group of tokens. The k-th highest of
-these is a lower bound of the k-th highest logit. So the best tokens are in few groups: those above the bound, of which
-there are fewer than k, and the first k at the bound. The second launch reads only these groups. For log-probabilities,
-the first launch also adds up the weights of each tile of tokens.
+these is a lower bound of the k-th highest logit. So the best tokens are in few groups: the groups above the bound,
+fewer than k, and the first k groups at the bound. The second launch reads only these groups. For log-probabilities, the
+first launch also adds up the weights of each tile of tokens.
 
 Axis letters: T rows, V vocabulary, G groups.
 """

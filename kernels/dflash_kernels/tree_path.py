@@ -89,7 +89,7 @@ class PathRecords(NamedTuple):
 
 
 def move_records_ref(records: Tensor, path: PathRecords) -> None:
-    """Copy the records of a path from the places of the tree's rows to the places of the path's positions.
+    """Copy the records of a path from the rows of the tree to the positions of the path.
 
     records  [L, B, Q, ...], written. Row i of a tree is at `(lens + i) % Q`, like the i-th row of a text.
     """

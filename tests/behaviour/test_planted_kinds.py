@@ -54,7 +54,7 @@ def test_a_damaged_tensor_is_no_reading_of_the_config(tmp_path: Path, monkeypatc
 
 
 def test_a_norm_times_three_is_no_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Subtracting 1 gains most of what a third of the norm gains. Only the scale restores the draft."""
+    """Subtracting 1 gains nearly as much as a third of the norm. Only the scale restores the draft."""
 
     def scaled(_: Any, tensors: dict[str, Any], __: Any) -> None:
         tensors["hidden_norm.weight"] *= 3
@@ -112,7 +112,7 @@ def test_a_cell_that_takes_too_long_is_recorded(monkeypatch: pytest.MonkeyPatch)
             try:
                 time.sleep(60)
             except Exception:
-                pytest.fail("the limit is no exception that a handler could catch")
+                pytest.fail("a handler caught the limit")
 
     monkeypatch.setattr(plant_kinds, "_process", {"faults": {"endless": Endless}, "lengths": {"windowed": 7.0}})
     row = plant_kinds.run_cell(("windowed", "endless", "mild"), 1)

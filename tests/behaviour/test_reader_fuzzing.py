@@ -1,4 +1,4 @@
-"""Random inputs for every reader of files and messages from outside. `scripts/fuzz_readers` runs as many as wanted."""
+"""Random inputs for every reader of files and messages from outside. `scripts/fuzz_readers` runs any number of them."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from dflash_testing.reader_fuzzing import Reader, Totals, fuzz
 
 FEW, MANY = 4, 2000
 STRANGER = "greetings"
-"""Its inputs have no proof, so the sound ones are refused too."""
+"""The reader without a proof in its inputs, so that it refuses sound inputs too."""
 
 
 @pytest.fixture(scope="module")

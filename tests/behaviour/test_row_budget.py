@@ -38,7 +38,7 @@ HYBRID = "hybrid"
 
 
 class Budgets:
-    """Gives steps the mean widths of a list, again and again. `seen` has those that were given."""
+    """Gives steps the mean widths of a list, again and again. `seen` has the given widths."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self._widths: Iterator[int] = iter(random.Random(0).choices(widths, k=10_000))

@@ -36,7 +36,7 @@ OPERATORS: list[Any] = []
 
 
 def nothing(model: Any, config: Any, draft: Path) -> Reading:
-    """The fields that DFlash has beside those of `Load`: none."""
+    """DFlash has no fields beside the fields of `Load`."""
     return {}
 
 

@@ -88,7 +88,7 @@ def short(name: str) -> str:
 
 
 def of_vllm(model: Any, config: Any, draft: Path) -> Reading:
-    """What vLLM's model lacks after loading."""
+    """The tensors that vLLM's model lacks after loading."""
     return of_model(model, draft)
 
 

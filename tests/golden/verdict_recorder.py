@@ -149,7 +149,7 @@ def attempt(load: Load, draft: Path, target: Path, folder: str) -> Reading:
 
 
 def without(reading: Reading, base: Reading) -> Reading:
-    """The fields that differ from those of the base."""
+    """The fields that differ from the fields of the base."""
     return {key: value for key, value in reading.items() if "stops" in reading or value != base.get(key, reading)}
 
 

@@ -208,7 +208,7 @@ def convolve(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
 
 
 def markov_walk(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
-    """Exact and different scores, so that the choice is unique: two bits of the token, plus its place in an order."""
+    """Exact and different scores, so that the choice is unique: two bits of the token, plus its rank in an order."""
     before, after = at["routed"], at["router"]
     anchors, logits = at["places"] % len(before), at["scores"].new_zeros(2, 3, E)
     return (kernels.markov_walk(logits, before.repeat(3, 1), after, anchors[:2].contiguous() % R),)

@@ -1,7 +1,7 @@
 """Drafts of every kind on one target, with equal layers and weights, and their steps measured in turns.
 
 A GPU's clock changes from second to second. So the engines of all kinds are filled first, and then each round times a
-few steps of every kind. A kind's ratio is the median over rounds of its time over that of the first kind.
+few steps of every kind. A kind's ratio is its time over the time of the first kind, the median over rounds.
 """
 
 import statistics
@@ -125,7 +125,7 @@ def measure_in_turns(arms: Sequence[tuple[RandomPair, Cell]], *, has_profile: bo
 
 
 def ratios(own: KindTimes, first: KindTimes) -> list[float]:
-    """Time over that of another kind in each round."""
+    """The time of a kind over the time of the first kind, for each round."""
     return [mine / other for mine, other in zip(own.rounds, first.rounds, strict=True)]
 
 

@@ -112,7 +112,8 @@ def join_parts(first: GgufHeader, read: Callable[[str], GgufHeader]) -> GgufHead
     """Return the header of a whole draft from the header of its first file. `read` reads another file by its name.
 
     Raises:
-        CheckpointError: the draft is split, and a file has another name than its place, or has tensors of another.
+        CheckpointError: the draft is split, and its first file is not named `NAME-00001-of-N.gguf`, or two files have
+            the same tensor.
     """
     stated = first.keys.get(COUNT)
     names = part_names(first.file.name)

@@ -232,9 +232,12 @@ def _piecewise_bytes(target: TargetConfig, limits: Limits, num_taps: int, dtype:
 def row_bytes(config: TargetConfig | DraftConfig, num_taps: int, dtype: torch.dtype) -> int:
     """An upper bound on the bytes that a forward holds per row.
 
-    It counts the residual stream before and after a layer, its norm and the sublayer's output; queries, keys and values
-    twice, because of the rotation; gate, up and their product; tapped outputs, and the joined features; and in a draft
-    with convolutions the convolved rows and the kernels of the row.
+    It counts:
+    - the residual stream before and after a layer, its norm and the sublayer's output;
+    - queries, keys and values twice, because of the rotation;
+    - gate, up and their product;
+    - tapped outputs, and the joined features;
+    - in a draft with convolutions, the convolved rows and the kernels of the row.
     """
     heads = max((config.num_heads + 2 * count) * size for count, size in config.kv_shapes)
     numbers = 4 * config.hidden_size + 2 * heads + _inner_numbers(config) + 2 * num_taps * config.hidden_size

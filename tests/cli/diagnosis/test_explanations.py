@@ -205,7 +205,7 @@ def test_a_draft_that_expects_far_more_than_is_accepted_is_reported() -> None:
 
 
 def test_a_reading_with_a_doubt_improves_and_does_not_explain() -> None:
-    """It is no cause: its rule is silent, and the finding on low acceptance names it with the doubt."""
+    """Its rule is silent, and the finding on low acceptance names the reading with the doubt instead of a cause."""
     doubtful = replace(result(3.1, 5.2, 1.5, "mask"), doubt="rope base 10000 gains as much")
     search = ReadingSearch(16, 1000, 3.1, (doubtful,), 60)
     assert (doubtful.improves, doubtful.explains, search.explanation) == (True, False, None)

@@ -228,7 +228,7 @@ SAMPLES = {"confidence": "0.8", "gpu-memory-utilization": "0.8", "top-p": "0.8",
            "chat-template-kwargs": '{"a": 1}', "what-if": "kv=fp8", "max-model-len": "64",
            "max-new-tokens": "8", **dict.fromkeys(("kv-memory", "prefix-store-size", "snapshot-memory",
            "max-shard-size"), "3G")}  # fmt: skip
-"""Option -> a valid value, where 3 is none."""
+"""Option -> a valid value, if 3 is not valid."""
 
 
 def test_a_request_class_with_other_defaults_stays_the_same_otherwise(project: Path) -> None:

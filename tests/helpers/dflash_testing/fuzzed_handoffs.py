@@ -49,7 +49,7 @@ def of_handoffs(home: Path) -> dict[str, Reader]:
     sound, rows = header.read_bytes(), tensors.read_bytes()
 
     def read() -> None:
-        """What is accepted is what was written."""
+        """An accepted hand-off equals the written one."""
         found = read_handoff(home / "a")
         check_tokens(found, VOCAB_SIZE)
         assert are_same(found, whole), "another hand-off was accepted"

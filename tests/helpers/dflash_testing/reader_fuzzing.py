@@ -1,8 +1,8 @@
 """Give random bytes to each reader of files and messages from outside, in this process.
 
 An input is identified by reader, seed and index. A reader may accept it or refuse it with a DFlashError. Everything
-else is a fault: another exception, a wait past the limit, a message without an end, and an accepted input whose content
-differs from what was written.
+else is a fault: another exception, a wait past the limit, a message without an end, and accepted content that differs
+from the written content.
 """
 
 import json

@@ -29,7 +29,7 @@ def own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(path: Path, **sizes: int) -> Checkpoint:
-    """A checkpoint with tensors of so many bytes."""
+    """A checkpoint with a tensor for each name, of the given number of bytes."""
     arrays = {f"{name}.weight": (numpy.arange(size) // 7).astype(numpy.uint8) for name, size in sizes.items()}
     return Checkpoint(write_checkpoint(path, {"model_type": "qwen3"}, arrays))
 

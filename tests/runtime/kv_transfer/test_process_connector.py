@@ -163,7 +163,7 @@ class TestGivingUp:
 
 
 class TestMalformedMessages:
-    """A message that is none ends the futures of both sides, never the thread alone."""
+    """A malformed message ends the futures of both sides, never the thread alone."""
 
     @pytest.mark.parametrize(
         ("data", "id"),

@@ -124,7 +124,7 @@ def test_a_shared_expert_is_computed_with_the_others(shared: int) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("count", [1, 7])
 def test_our_kernels_compute_a_shared_expert(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shared expert has a part of its own, after those of the chosen experts."""
+    """The shared expert has a part of its own, after the parts of the chosen experts."""
     monkeypatch.setattr(Experts, "is_grouped", True)
     block, experts = make_shared(INNER)
     hidden = rows(count)

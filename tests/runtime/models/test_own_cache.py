@@ -30,7 +30,7 @@ WITHOUT_EMBEDDING = ("falcon_mamba", "mamba", "mamba2", "rwkv")
 """Families in which transformers' first hidden state is the output of the first layer, not the embedding."""
 
 UNBATCHED = ("deepseek_v4",)
-"""Families whose cache counts compressed tokens, so texts of different lengths share none."""
+"""Families with a cache of compressed tokens, which texts of different lengths cannot share."""
 
 CROPPED = ("deepseek_v2", "deepseek_v3", "diffllama", "glm4_moe_lite", "longcat_flash", "mistral4")
 

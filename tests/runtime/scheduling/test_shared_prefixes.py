@@ -35,7 +35,7 @@ def make_scheduler(num_pages: int, max_batched_tokens: int, num_requests: int = 
 
 
 def run_step(scheduler: Scheduler) -> Batch:
-    """A step whose results are there at once. Every block accepts nothing."""
+    """Run a step and commit its results at once. Every block accepts nothing."""
     batch = scheduler.schedule(is_drained=True)
     for chunk in batch.chunks:
         scheduler.finish_chunk(chunk)

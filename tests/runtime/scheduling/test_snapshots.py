@@ -51,7 +51,7 @@ def test_a_snapshot_that_is_used_stays() -> None:
 
 
 def test_the_order_of_replacement_stays_small() -> None:
-    """Each use enters a snapshot anew. The order is that of the latest ranks."""
+    """Each use enters a snapshot anew. The latest ranks give the order."""
     index = SnapshotIndex(3)
     for page, position in ((1, 50), (2, 40), (3, 60)):
         kept(index, page, position)
