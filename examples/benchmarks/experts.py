@@ -40,11 +40,11 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.qwen3_moe import Qwen3MoeTarget
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
-from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.target_config import ExpertsConfig, TargetConfig
 from timing.arguments import counts, open_device, run_dtype
 from timing.ceilings import device_ms, measure_rates
 from timing.engine_arms import wait
+from timing.long_runs import step_ms
 from timing.report import release, say, table
 from timing.shapes import BLOCK
 
@@ -250,7 +250,7 @@ def step_rows(shape: Shape, placement: Placement, batches: Sequence[int], bandwi
                     config=EngineConfig(max_num_requests=batch, num_pages=80 * batch + 16, graphs=graphs),
                 )  # fmt: skip
                 what = [arm, batch, pair.has_graphs]
-                yield [*attempt(what, partial(step_ms, pair, shape, batch), 1), read / bandwidth * 1000]
+                yield [*attempt(what, partial(warm_step_ms, pair, shape, batch), 1), read / bandwidth * 1000]
 
 
 def read_bytes(shape: Shape, weights: dict[str, Tensor], num_rows: int) -> float:
@@ -260,21 +260,11 @@ def read_bytes(shape: Shape, weights: dict[str, Tensor], num_rows: int) -> float
     return sum(tensor.nbytes * (share if ".experts." in name else 1) for name, tensor in used.items())
 
 
-def step_ms(pair: LoadedPair, shape: Shape, batch: int) -> Row:
-    """Milliseconds per step: the difference of a long and a short run over the difference of their steps."""
+def warm_step_ms(pair: LoadedPair, shape: Shape, batch: int) -> Row:
+    """Milliseconds per step after a warm-up."""
     llm = LLM(pair)
     llm.warm_up()
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(1, shape.vocab - 1, (64,), generator=generator).tolist() for _ in range(batch)]
-    found = []
-    for num_tokens in (shape.steps, shape.steps, 3 * shape.steps):
-        began = time.perf_counter()
-        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
-        wait(pair.placement.device)
-        steps = max(len(output.acceptance_lengths) or num_tokens for output in outputs)
-        found.append((time.perf_counter() - began, steps))
-    (_, _), (short, few), (long, many) = found
-    return [(long - short) / (many - few) * 1000]
+    return [step_ms(llm, batch, shape.vocab, shape.steps)]
 
 
 def main() -> int:

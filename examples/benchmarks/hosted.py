@@ -49,7 +49,7 @@ from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from experts import make
 from timing.arguments import counts, open_device, run_dtype
-from timing.engine_arms import wait
+from timing.long_runs import step_ms
 from timing.report import release, say, table
 from timing.shapes import BLOCK
 
@@ -224,7 +224,7 @@ def measure(
                 target=target, draft=draft if num_drafts else None, placement=placement, limits=limits, config=config
             )
             began = time.perf_counter()
-            milliseconds = step_ms(pair, shape, batch)
+            milliseconds = step_ms(LLM(pair), batch, shape.vocab, shape.steps)
             judged = judge(pair, shape) if judges else (None, None)
             rows.append([name, way, pair.has_graphs, arm, batch, milliseconds, *judged])
             say(
@@ -238,25 +238,6 @@ def facts(target: Target) -> str:
     if not isinstance(target, HostedTarget):
         return ""
     return f", swapped {target.swaps.counts}, not captured because: {target.uncaptured}"
-
-
-def step_ms(pair: LoadedPair, shape: Shape, batch: int) -> float:
-    """Milliseconds per step: the difference of a long and a short run over the difference of their steps.
-
-    A first run compiles kernels and captures only the graphs that the other runs need.
-    """
-    llm = LLM(pair)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(1, shape.vocab - 1, (64,), generator=generator).tolist() for _ in range(batch)]
-    found = []
-    for num_tokens in (shape.steps, shape.steps, 3 * shape.steps):
-        began = time.perf_counter()
-        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
-        wait(pair.placement.device)
-        steps = max(len(output.acceptance_lengths) or num_tokens for output in outputs)
-        found.append((time.perf_counter() - began, steps))
-    _, (short, few), (long, many) = found
-    return (long - short) / (many - few) * 1000
 
 
 def judge(pair: LoadedPair, shape: Shape) -> tuple[int, int]:

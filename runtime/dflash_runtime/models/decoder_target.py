@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from dflash_runtime.checkpoint.layout import Shape
+from dflash_runtime.models.expert_shapes import experts_shapes
 from dflash_runtime.target_config import TargetConfig
 
 if TYPE_CHECKING:
@@ -19,6 +20,19 @@ if TYPE_CHECKING:
     from dflash_runtime.models.weights import Weights
 
 PREFIX = "model."
+
+
+def dense_shapes(config: TargetConfig) -> dict[str, Shape]:
+    """Return the tensors of a feed-forward without experts, by their names in the layer."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, Shape] = {
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.mlp_bias:
+        shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+    return shapes
 
 
 class DecoderTarget:
@@ -158,13 +172,8 @@ class DecoderTarget:
 
     @classmethod
     def mlp_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:
-        """Return the tensors of a layer's feed-forward, by their names in the layer."""
-        hidden, inner = config.hidden_size, config.intermediate_size
-        shapes: dict[str, Shape] = {
-            "mlp.gate_proj.weight": (inner, hidden),
-            "mlp.up_proj.weight": (inner, hidden),
-            "mlp.down_proj.weight": (hidden, inner),
-        }
-        if config.mlp_bias:
-            shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
-        return shapes
+        """Return the tensors of a layer's feed-forward or of its experts, by their names in the layer."""
+        experts = config.experts
+        if experts is None or layer not in experts.layers:
+            return dense_shapes(config)
+        return experts_shapes(experts, config.hidden_size)

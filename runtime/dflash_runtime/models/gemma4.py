@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dflash_runtime.checkpoint.gemma4_config import read_gemma4_config
 from dflash_runtime.checkpoint.layout import Shape
 from dflash_runtime.models import gemma4_shapes
-from dflash_runtime.models.decoder_target import PREFIX, DecoderTarget
+from dflash_runtime.models.decoder_target import PREFIX, DecoderTarget, dense_shapes
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.target_config import TargetConfig
 
@@ -72,4 +72,4 @@ class Gemma4Target(DecoderTarget):
 
     @classmethod
     def mlp_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:
-        return {**super().mlp_shapes(config, layer), **gemma4_shapes.experts_beside_shapes(config)}
+        return {**dense_shapes(config), **gemma4_shapes.experts_beside_shapes(config)}

@@ -8,7 +8,6 @@ Axis letters: G key heads.
 from typing import TYPE_CHECKING
 
 from dflash_runtime.checkpoint.layout import Shape
-from dflash_runtime.models.expert_shapes import experts_shapes
 from dflash_runtime.models.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.target_config import RecurrenceConfig, TargetConfig
@@ -78,10 +77,3 @@ class Qwen3NextTarget(Qwen35Target):
         heights = [shapes.pop(name)[0] for name in SPLIT]
         joined = (heights[0] + heights[1], heights[2] + heights[3])
         return {**shapes, **{name: (height, config.hidden_size) for name, height in zip(JOINED, joined, strict=True)}}
-
-    @classmethod
-    def mlp_shapes(cls, config: TargetConfig, layer: int) -> dict[str, Shape]:
-        experts = config.experts
-        if experts is None or layer not in experts.layers:
-            return super().mlp_shapes(config, layer)
-        return experts_shapes(experts, config.hidden_size)
