@@ -81,7 +81,7 @@ def _sandwich_norm_kernel(
         second_weights = tl.load(second_norm + dim, mask=is_dim, other=0.0)
     outer_weights = ()
     for index in tl.static_range(NUM_NORMS):
-        outer_weights += (tl.load(outer + index * WIDTH + dim, mask=is_dim, other=0.0),)
+        outer_weights += (tl.load(outer + index * WIDTH + dim, mask=is_dim, other=0.0),)  # type: ignore[assignment]
     if HAS_SCALE:
         factor = tl.load(scale).to(tl.float32)
     wait_for_launches_before(IS_EARLY)
