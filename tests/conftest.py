@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that this machine cannot run."""
     import torch
 
-    from dflash_kernels.launch_config import HAS_TRITON, IS_INTERPRETED
+    from dflash_kernels.launch import HAS_TRITON, IS_INTERPRETED
 
     requirements = (
         ("gpu", torch.cuda.is_available(), "needs a CUDA device"),

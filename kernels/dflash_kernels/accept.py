@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import jit, tl
+from dflash_kernels.launch import jit, tl
 
 
 class Acceptance(NamedTuple):

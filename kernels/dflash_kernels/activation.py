@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.launch_config import ELEMENT_TILE, ceil_div, check_dtypes, check_tensors, jit, require, tl
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, require, tl
+from dflash_kernels.launch_config import ELEMENT_TILE
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dflash_kernels.kv_format import check_formats
 from dflash_kernels.kv_store import strides_of_caches
-from dflash_kernels.launch_config import MAX_GRID, check_dtypes, check_tensors, require
+from dflash_kernels.launch import check_dtypes, check_tensors, require
+from dflash_kernels.launch_config import MAX_GRID
 from dflash_kernels.softmax import Softmax, check_softmax
 
 

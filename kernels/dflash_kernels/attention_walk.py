@@ -8,7 +8,7 @@ and Gimelshein 2018, "Online normalizer calculation for softmax".
 import math
 
 from dflash_kernels.kv_format import beside_cache, from_cache
-from dflash_kernels.launch_config import constexpr, jit, tl
+from dflash_kernels.launch import constexpr, jit, tl
 
 _TL_LOG2E = constexpr(math.log2(math.e))
 

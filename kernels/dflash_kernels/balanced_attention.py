@@ -16,15 +16,8 @@ from torch import Tensor
 
 from dflash_kernels.attention_walk import mean_of_share, rows_of_request, rows_of_tile, share_of_tiles, tiles_in_sight
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import (
-    LEAST_SHARE,
-    MIN_DOT,
-    BalancedShape,
-    ceil_div,
-    jit,
-    power_of_2,
-    tl,
-)
+from dflash_kernels.launch import ceil_div, jit, power_of_2, tl
+from dflash_kernels.launch_config import LEAST_SHARE, MIN_DOT, BalancedShape
 
 
 @jit

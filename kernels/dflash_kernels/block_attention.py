@@ -32,15 +32,8 @@ from dflash_kernels.balanced_attention import launch_balanced
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.key_parts import combine_parts, parts_in_use, room_for_parts
 from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable
-from dflash_kernels.launch_config import (
-    MIN_DOT,
-    attention_shape,
-    balanced_shape,
-    ceil_div,
-    jit,
-    power_of_2,
-    tl,
-)
+from dflash_kernels.launch import ceil_div, jit, power_of_2, tl
+from dflash_kernels.launch_config import MIN_DOT, attention_shape, balanced_shape
 from dflash_kernels.softmax import PLAIN, Softmax, cap_of_products, factor_of_products
 
 

@@ -15,17 +15,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import (
-    ELEMENT_TILE,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    jit,
-    power_of_2,
-    require,
-    tl,
-    warps_for,
-)
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl, warps_for
+from dflash_kernels.launch_config import ELEMENT_TILE
 from dflash_kernels.rope_norm import add_rms_norm_ref, check_parts, sum_parts, sum_parts_ref
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dflash_kernels.categorical import categorical_ref, first_above
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.launch import check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
 from dflash_kernels.rope_norm import check_parts, sum_parts, sum_parts_ref
 from dflash_kernels.temperature import MIN_TEMPERATURE
 from dflash_kernels.uniform import DRAFT, stream, uniform_ref, uniform_tile

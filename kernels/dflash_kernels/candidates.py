@@ -17,16 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import (
-    DEPTH_STEP,
-    LISTED_TILE,
-    LISTED_TOKENS,
-    NUM_DEPTHS,
-    constexpr,
-    jit,
-    power_of_2,
-    tl,
-)
+from dflash_kernels.launch import constexpr, jit, power_of_2, tl
+from dflash_kernels.launch_config import DEPTH_STEP, LISTED_TILE, LISTED_TOKENS, NUM_DEPTHS
 from dflash_kernels.logit_tiles import MAX_FLOAT, TileStats, has_top_k, load_scores, scaled_sums
 from dflash_kernels.temperature import MIN_TEMPERATURE
 

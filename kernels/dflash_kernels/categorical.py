@@ -10,7 +10,7 @@ Axis letters: T rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import jit, tl
+from dflash_kernels.launch import jit, tl
 
 
 def categorical_ref(probs: Tensor, uniform: Tensor) -> Tensor:

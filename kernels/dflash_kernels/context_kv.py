@@ -10,16 +10,8 @@ from torch import Tensor
 
 from dflash_kernels.kv_format import as_readable, check_formats, to_cache
 from dflash_kernels.kv_store import kv_store_ref, row_of_slot, strides_of_caches
-from dflash_kernels.launch_config import (
-    HEAD_TILE,
-    ceil_div,
-    check_tensors,
-    jit,
-    power_of_2,
-    require,
-    tl,
-    warps_for,
-)
+from dflash_kernels.launch import ceil_div, check_tensors, jit, power_of_2, require, tl, warps_for
+from dflash_kernels.launch_config import HEAD_TILE
 from dflash_kernels.rope_norm import norm_half_tiles, norm_rope_ref, rotate_half_tiles
 
 

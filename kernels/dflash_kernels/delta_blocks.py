@@ -32,7 +32,8 @@ from dflash_kernels.delta_rule import (
 )
 from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import MIN_DOT, ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch import ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import MIN_DOT
 
 BLOCK_TILE = 64
 """Columns of a state in one program."""

@@ -30,7 +30,7 @@ from dflash_kernels.delta_rule import (
     state_tiles,
     whole_states,
 )
-from dflash_kernels.launch_config import ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch import ceil_div, check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.ragged_attention import Segment
 
 PIECE = 64

@@ -29,16 +29,8 @@ from torch.nn import functional
 
 from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import (
-    MIN_DOT,
-    ceil_div,
-    check_tensors,
-    constexpr,
-    jit,
-    power_of_2,
-    require,
-    tl,
-)
+from dflash_kernels.launch import ceil_div, check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import MIN_DOT
 
 EPSILON = 1e-6
 """Added to the squared length of a key or query."""

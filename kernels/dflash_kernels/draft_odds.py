@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.early_launch import early, wait_for_launches_before
-from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.launch import check_tensors, constexpr, jit, power_of_2, require, tl
 
 LARGEST_FEATURE = 12.0
 """Features are limited to this size. It is close to the largest logit of a float32 probability below 1."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.launch import check_tensors, constexpr, jit, power_of_2, require, tl
 
 WORD_BITS = 64
 

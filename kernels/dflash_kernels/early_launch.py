@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from dflash_kernels.launch_config import jit, tl
+from dflash_kernels.launch import jit, tl
 
 
 @jit

@@ -13,16 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import (
-    ROUTED_ROWS,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    jit,
-    power_of_2,
-    require,
-    tl,
-)
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import ROUTED_ROWS
 from dflash_kernels.product import product_parts
 from dflash_kernels.rope_norm import sum_parts
 

@@ -6,7 +6,7 @@ Axis letters: T rows, E experts, C chosen experts per row, R rows of a tile.
 """
 
 from dflash_kernels.activation import joined_tiles
-from dflash_kernels.launch_config import jit, tl
+from dflash_kernels.launch import jit, tl
 from dflash_kernels.mxfp4 import packed_product_tile
 
 

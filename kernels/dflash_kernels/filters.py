@@ -24,7 +24,7 @@ from dflash_kernels.candidates import (
     shorten,
 )
 from dflash_kernels.categorical import first_above
-from dflash_kernels.launch_config import constexpr, jit, power_of_2, tl
+from dflash_kernels.launch import constexpr, jit, power_of_2, tl
 from dflash_kernels.logit_tiles import MAX_FLOAT, TileStats, has_top_k, load_maxes, load_scores, scaled_sums, weights_of
 from dflash_kernels.temperature import MIN_TEMPERATURE
 

@@ -5,15 +5,14 @@ from functools import lru_cache
 
 import torch
 
+from dflash_kernels.launch import ceil_div, power_of_2
 from dflash_kernels.launch_config import (
     LEAST_ROWS,
     MIN_DOT,
     ExpertsShape,
-    ceil_div,
     experts_shape,
     fitting_stages,
     num_multiprocessors,
-    power_of_2,
 )
 from dflash_kernels.product_config import MAX_PARTS
 

@@ -26,17 +26,8 @@ from dflash_kernels.fp8_product import (
     uses_fp8,
 )
 from dflash_kernels.fp8_weight import Fp8Weight, Rounded
-from dflash_kernels.launch_config import (
-    MAX_EXPERT_ROWS,
-    ExpertsShape,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    jit,
-    power_of_2,
-    require,
-    tl,
-)
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import MAX_EXPERT_ROWS, ExpertsShape
 
 
 def fp8_experts_ref(hidden: Tensor, gate_up: Fp8Weight, down: Fp8Weight, chosen: Tensor, scores: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from dflash_kernels.early_launch import early
 from dflash_kernels.fp8_numbers import as_fp8
 from dflash_kernels.fp8_product import round_group, rows_dtype
 from dflash_kernels.fp8_weight import Fp8Weight, Rounded, round_rows_ref
-from dflash_kernels.launch_config import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl, warps_for
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl, warps_for
 from dflash_kernels.rope_norm import add_rms_norm_ref, check_parts, check_weight, normalised_row
 
 

@@ -3,7 +3,7 @@
 GPUs without conversions of FP8, and the interpreter, read and write bytes, and convert in integers.
 """
 
-from dflash_kernels.launch_config import constexpr, jit, tl
+from dflash_kernels.launch import constexpr, jit, tl
 
 LARGEST = constexpr(448.0)
 """`FP8_MAX` for kernels."""

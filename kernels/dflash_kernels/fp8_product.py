@@ -21,7 +21,7 @@ from dflash_kernels.fp8_config import MIN_FP8_DEPTH, Fp8Shape, fp8_product_shape
 from dflash_kernels.fp8_library import library_multiplies, library_product
 from dflash_kernels.fp8_numbers import LARGEST, as_fp8, from_bytes
 from dflash_kernels.fp8_weight import FP8, Fp8Weight, Rounded, Rows, plain_rows, rounded_ref
-from dflash_kernels.launch_config import ceil_div, check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
 
 GROUP_ELEMENTS = 2048
 """Activations per program that rounds groups."""

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import ceil_div, power_of_2, require
+from dflash_kernels.launch import ceil_div, power_of_2, require
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0

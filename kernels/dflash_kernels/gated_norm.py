@@ -11,17 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.early_launch import early, wait_for_launches_before
-from dflash_kernels.launch_config import (
-    HEAD_TILE,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    jit,
-    power_of_2,
-    require,
-    tl,
-    warps_for,
-)
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl, warps_for
+from dflash_kernels.launch_config import HEAD_TILE
 
 
 def gated_norm_ref(heads: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

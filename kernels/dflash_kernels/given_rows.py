@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.early_launch import early, wait_for_launches_before
-from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.launch import check_tensors, constexpr, jit, power_of_2, require, tl
 
 COMPARED = 512
 """Survivals that a program compares with its request's survivals at once."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from dflash_kernels.activation import Gate, gate_options
 from dflash_kernels.early_launch import let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.expert_rows import down_rows, find_rows, find_scored_rows, gated_rows
-from dflash_kernels.launch_config import ceil_div, jit, power_of_2, tl
+from dflash_kernels.launch import ceil_div, jit, power_of_2, tl
 from dflash_kernels.mxfp4 import Packed
 
 

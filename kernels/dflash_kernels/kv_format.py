@@ -15,7 +15,7 @@ from torch import Tensor
 from dflash_kernels.fp8_config import has_fp8
 from dflash_kernels.fp8_numbers import as_bytes, as_fp8, from_bytes
 from dflash_kernels.fp8_weight import FP8, FP8_MAX
-from dflash_kernels.launch_config import check_dtypes, constexpr, jit, tl
+from dflash_kernels.launch import check_dtypes, constexpr, jit, tl
 
 
 class KVScales(NamedTuple):

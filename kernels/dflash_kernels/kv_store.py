@@ -18,7 +18,7 @@ from dflash_kernels.kv_format import (
     stored_ref,
     to_cache,
 )
-from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require, tl, warps_for
+from dflash_kernels.launch import check_tensors, jit, power_of_2, require, tl, warps_for
 
 
 def kv_store_ref(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import argmax_shape, ceil_div, jit, power_of_2, tl
+from dflash_kernels.launch import ceil_div, jit, power_of_2, tl
+from dflash_kernels.launch_config import argmax_shape
 from dflash_kernels.logit_tiles import check_logits, first_id, load_maxes, load_raw, without_nans
 
 

@@ -8,19 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import (
-    VOCAB_GROUP,
-    argmax_shape,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    constexpr,
-    jit,
-    power_of_2,
-    require,
-    sampling_shape,
-    tl,
-)
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import VOCAB_GROUP, argmax_shape, sampling_shape
 from dflash_kernels.temperature import MIN_TEMPERATURE
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)

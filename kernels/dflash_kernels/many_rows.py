@@ -14,16 +14,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.activation import SILU, Gate, gate_options, joined_tiles
-from dflash_kernels.launch_config import (
-    TensorDescriptor,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    jit,
-    num_multiprocessors,
-    require,
-    tl,
-)
+from dflash_kernels.launch import TensorDescriptor, ceil_div, check_dtypes, check_tensors, jit, require, tl
+from dflash_kernels.launch_config import num_multiprocessors
 from dflash_kernels.product_config import ManyRowsShape, head_shape, many_rows_shape
 from dflash_kernels.tile_loads import DESCRIPTOR_BYTES, can_describe, describe
 

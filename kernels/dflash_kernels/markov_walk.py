@@ -19,19 +19,8 @@ from torch import Tensor
 
 from dflash_kernels.candidates import score_keys
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import (
-    MIN_DOT,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    constexpr,
-    fitting_stages,
-    jit,
-    num_multiprocessors,
-    power_of_2,
-    require,
-    tl,
-)
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import MIN_DOT, fitting_stages, num_multiprocessors
 from dflash_kernels.logit_tiles import without_nans
 
 LEAST = -(2**63)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.launch_config import IS_INTERPRETED, constexpr, jit, tl
+from dflash_kernels.launch import IS_INTERPRETED, constexpr, jit, tl
 from dflash_kernels.mxfp4_block import BLOCK
 
 GROUP = 32

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash_kernels.draft_odds import NUM_SUMS
 from dflash_kernels.early_launch import early, wait_for_launches_before
-from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.launch import check_tensors, constexpr, jit, power_of_2, require, tl
 
 RIDGE = 1.0
 """The curvature that holds a refit near the last fit, as about four tokens with even odds do."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.early_launch import early, wait_for_launches_before
-from dflash_kernels.launch_config import ELEMENT_TILE, ceil_div, check_dtypes, check_tensors, jit, require, tl
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, require, tl
+from dflash_kernels.launch_config import ELEMENT_TILE
 from dflash_kernels.rope_norm import check_parts, sum_parts, sum_parts_ref
 
 

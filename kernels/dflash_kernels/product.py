@@ -21,15 +21,7 @@ from torch.nn import functional
 
 from dflash_kernels.activation import SILU, Gate, gate_options, gate_ref, joined_tiles, silu_mul
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import (
-    IS_INTERPRETED,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    jit,
-    require,
-    tl,
-)
+from dflash_kernels.launch import IS_INTERPRETED, ceil_div, check_dtypes, check_tensors, jit, require, tl
 from dflash_kernels.many_rows import cut_of_head, cut_of_many_rows, gate_many_rows, multiply_many_rows
 from dflash_kernels.product_config import MAX_PRODUCT_ROWS, ProductShape, product_shape
 from dflash_kernels.tile_loads import can_describe, describe

@@ -7,15 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dflash_kernels.launch_config import (
-    IS_INTERPRETED,
-    MIN_DOT,
-    ceil_div,
-    fitting_stages,
-    has_tile_loads,
-    num_multiprocessors,
-    power_of_2,
-)
+from dflash_kernels.launch import IS_INTERPRETED, ceil_div, power_of_2
+from dflash_kernels.launch_config import MIN_DOT, fitting_stages, has_tile_loads, num_multiprocessors
 
 MAX_PRODUCT_ROWS = 32
 """Most rows for which our kernel computes all products on any GPU. With more rows, a library is at least as fast."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import jit, tl
+from dflash_kernels.launch import jit, tl
 
 SLOTS = 2
 """Messages of a row that a room holds for each rank."""

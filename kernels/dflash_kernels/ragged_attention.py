@@ -25,21 +25,8 @@ from dflash_kernels.block_attention import block_attention_ref
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats
 from dflash_kernels.kv_store import strides_of_caches
-from dflash_kernels.launch_config import (
-    COMBINE_TILE,
-    MAX_GRID,
-    MAX_SPLITS,
-    MIN_DOT,
-    RaggedShape,
-    ceil_div,
-    check_tensors,
-    constexpr,
-    jit,
-    num_multiprocessors,
-    power_of_2,
-    require,
-    tl,
-)
+from dflash_kernels.launch import ceil_div, check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import COMBINE_TILE, MAX_GRID, MAX_SPLITS, MIN_DOT, RaggedShape, num_multiprocessors
 from dflash_kernels.softmax import PLAIN, Softmax, cap_of_products, check_softmax, factor_of_products
 from dflash_kernels.tile_loads import can_describe, describe
 

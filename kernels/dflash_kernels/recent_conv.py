@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import (
-    ELEMENT_TILE,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    jit,
-    power_of_2,
-    require,
-    tl,
-)
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import ELEMENT_TILE
 
 BLOCK_CHANNELS, BLOCK_WARPS = 128, 4
 """Channels of a block in one program, and its warps."""

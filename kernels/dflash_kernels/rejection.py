@@ -14,7 +14,8 @@ from torch import Tensor
 from dflash_kernels.candidates import KEY_BITS
 from dflash_kernels.categorical import categorical_ref, first_above
 from dflash_kernels.filters import probs_of
-from dflash_kernels.launch_config import VOCAB_TILE, ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch import ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import VOCAB_TILE
 from dflash_kernels.sampling import Distribution
 from dflash_kernels.uniform import ACCEPT, RESIDUAL, stream, uniform_ref, uniform_tile
 

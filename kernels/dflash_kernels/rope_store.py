@@ -16,17 +16,8 @@ from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_l
 from dflash_kernels.fp8_weight import FP8
 from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable, check_formats, from_cache, to_cache
 from dflash_kernels.kv_store import kv_store_ref, row_of_slot, strides_of_caches
-from dflash_kernels.launch_config import (
-    HEAD_TILE,
-    ceil_div,
-    check_dtypes,
-    check_tensors,
-    jit,
-    power_of_2,
-    require,
-    tl,
-    warps_for,
-)
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl, warps_for
+from dflash_kernels.launch_config import HEAD_TILE
 from dflash_kernels.rope_norm import (
     check_parts,
     check_weight,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.accept import accept_block_ref, decide
-from dflash_kernels.launch_config import check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.launch import check_tensors, constexpr, jit, power_of_2, require, tl
 from dflash_kernels.step_rows import NUM_FIELDS, RowState, pack_results
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from dflash_kernels.candidates import KEY_BITS, choose_list, score_keys
 from dflash_kernels.categorical import categorical_ref, first_above
 from dflash_kernels.filters import cut_ref, draw_kept, launch_cut, no_cut
-from dflash_kernels.launch_config import check_tensors, constexpr, jit, require, tl
+from dflash_kernels.launch import check_tensors, constexpr, jit, require, tl
 from dflash_kernels.logit_tiles import (
     MAX_FLOAT,
     check_logits,

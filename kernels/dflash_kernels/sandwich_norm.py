@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import check_dtypes, check_tensors, jit, power_of_2, require, tl, warps_for
+from dflash_kernels.launch import check_dtypes, check_tensors, jit, power_of_2, require, tl, warps_for
 from dflash_kernels.rope_norm import check_parts, check_weight, rms_norm_ref, sum_parts, sum_parts_ref
 
 

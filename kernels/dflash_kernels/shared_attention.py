@@ -13,7 +13,7 @@ from torch import Tensor
 from dflash_kernels.attention_rows import check_room, check_rows, room_for, strides_of
 from dflash_kernels.block_attention import block_attention_ref, launch_blocks
 from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable
-from dflash_kernels.launch_config import check_tensors, require
+from dflash_kernels.launch import check_tensors, require
 from dflash_kernels.softmax import PLAIN, Softmax
 
 

@@ -10,7 +10,8 @@ Axis letters: R requests, N rows per request, P pages, B rows of the page table,
 import torch
 from torch import Tensor
 
-from dflash_kernels.launch_config import ELEMENT_TILE, ceil_div, check_tensors, jit, require, tl
+from dflash_kernels.launch import ceil_div, check_tensors, jit, require, tl
+from dflash_kernels.launch_config import ELEMENT_TILE
 
 PAD = -1
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dflash_kernels.kv_format import KVScales
-from dflash_kernels.launch_config import check_tensors, require
+from dflash_kernels.launch import check_tensors, require
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.delta_rule import STATE_TILE, DeltaMemory, replay_rows, state_places, state_tiles, whole_states
-from dflash_kernels.launch_config import ELEMENT_TILE, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch import check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import ELEMENT_TILE
 
 
 class LayerMemories(NamedTuple):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from dflash_kernels.accept import accept_block_ref, decide
 from dflash_kernels.early_launch import early, wait_for_launches_before
-from dflash_kernels.launch_config import check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch import check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.slot_mapping import PAD, slot_mapping_ref, slots_at
 from dflash_kernels.tree_path import Path
 

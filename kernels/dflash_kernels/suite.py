@@ -35,7 +35,7 @@ from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
 from dflash_kernels.given_rows import give_rows, give_rows_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.largest_probability import Likeliest, largest_probability, largest_probability_ref
-from dflash_kernels.launch_config import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
+from dflash_kernels.launch import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.markov_walk import markov_walk, markov_walk_ref
 from dflash_kernels.odds_refit import refit_odds, refit_odds_ref
 from dflash_kernels.output_gate import output_gate, output_gate_ref

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dflash_kernels.launch_config import TensorDescriptor
+from dflash_kernels.launch import TensorDescriptor
 
 DESCRIPTOR_BYTES = 16
 """Alignment in bytes of the address and the row stride of a tensor with a descriptor."""

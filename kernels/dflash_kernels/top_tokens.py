@@ -14,7 +14,8 @@ from torch import Tensor
 from dflash_kernels.candidates import KEY_BITS, kth_key, score_keys
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.largest_probability import largest_probability_ref, tile_weights, weight_of_tiles
-from dflash_kernels.launch_config import VOCAB_GROUP, argmax_shape, ceil_div, jit, power_of_2, require, tl
+from dflash_kernels.launch import ceil_div, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import VOCAB_GROUP, argmax_shape
 from dflash_kernels.logit_tiles import check_logits, load_raw, without_nans
 
 MOST_TOP_TOKENS = 64

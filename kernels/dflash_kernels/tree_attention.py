@@ -29,7 +29,8 @@ from dflash_kernels.draft_tree import TreeRows, is_ancestor
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.key_parts import combine_parts, parts_in_use, room_for_parts
 from dflash_kernels.kv_format import UNSCALED, KVScales, as_readable
-from dflash_kernels.launch_config import MIN_DOT, attention_shape, ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch import ceil_div, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch_config import MIN_DOT, attention_shape
 from dflash_kernels.softmax import PLAIN, Softmax, cap_of_products, factor_of_products
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash_kernels.draft_tree import TreeRows
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.launch_config import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
+from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.recent_conv import RowRuns
 
 TREE_ROWS, TREE_CHANNELS, TREE_WARPS = 16, 128, 4

@@ -8,7 +8,7 @@ Axis letters: T rows.
 
 from torch import Tensor
 
-from dflash_kernels.launch_config import constexpr, jit, tl
+from dflash_kernels.launch import constexpr, jit, tl
 
 TARGET, DRAFT, ACCEPT, RESIDUAL = 1, 2, 3, 4
 """Purposes of random numbers: samples of the target, samples of the draft, accept decisions, samples after a rejection.

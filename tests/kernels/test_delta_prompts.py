@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dflash_kernels.delta_prompts import PromptChunks, chunk_ints, delta_prompts, delta_prompts_ref, even
 from dflash_kernels.delta_rule import Gates, empty_states, gate_values, state_tiles, whole_states
-from dflash_kernels.launch_config import HAS_TRITON
+from dflash_kernels.launch import HAS_TRITON
 from dflash_kernels.ragged_attention import Segment
 from dflash_testing.tensors import DEVICE, DTYPES, assert_rows_close, normal
 

@@ -18,7 +18,7 @@ from dflash_kernels.delta_rule import (
     gate_values,
 )
 from dflash_kernels.draft_tree import TreeRows, is_ancestor
-from dflash_kernels.launch_config import HAS_TRITON
+from dflash_kernels.launch import HAS_TRITON
 from dflash_kernels.tree_path import PathRecords, move_records_ref
 from dflash_testing.random_trees import random_tree_rows
 from dflash_testing.tensors import assert_rows_close, normal

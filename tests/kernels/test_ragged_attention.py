@@ -11,10 +11,10 @@ from torch import Tensor
 from dflash_kernels import launch_config
 from dflash_kernels import ragged_attention as module
 from dflash_kernels.block_attention import block_attention_ref
+from dflash_kernels.launch import FLOATS
 from dflash_kernels.launch_config import (
     DESCRIBED_SHAPES,
     FEW_ROWS_SHAPE,
-    FLOATS,
     LONG_CONTEXT,
     LONG_SHAPE_BYTES,
     LONG_SHAPES,

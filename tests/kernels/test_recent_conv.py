@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.draft_tree import is_ancestor
-from dflash_kernels.launch_config import HAS_TRITON
+from dflash_kernels.launch import HAS_TRITON
 from dflash_kernels.recent_conv import RowRuns, recent_conv, recent_conv_ref
 from dflash_kernels.tree_conv import tree_conv, tree_conv_ref
 from dflash_testing.random_trees import random_tree_rows

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels import sampling
-from dflash_kernels.launch_config import VOCAB_TILE, jit, tl
+from dflash_kernels.launch import jit, tl
+from dflash_kernels.launch_config import VOCAB_TILE
 from dflash_kernels.sampling import filtered_probs_ref
 from dflash_kernels.suite import triton_kernels
 from dflash_kernels.uniform import ACCEPT, DRAFT, RESIDUAL, TARGET, stream, uniform_ref, uniform_tile

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.delta_rule import BlockTexts, Gates, delta_rule_ref, empty_states
-from dflash_kernels.launch_config import HAS_TRITON
+from dflash_kernels.launch import HAS_TRITON
 from dflash_kernels.recent_conv import RowRuns, recent_conv_ref
 from dflash_kernels.state_snapshots import LayerMemories, PassedRows, Snapshots, keep_passed, keep_passed_ref
 from dflash_testing.tensors import normal

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_kernels import launch_config, suite
+from dflash_kernels import launch, suite
 from dflash_kernels.suite import REFERENCE, pick_kernels, triton_kernels
 from dflash_testing.paths import ROOT
 
@@ -45,9 +45,9 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = sys.modules["triton.language"] = None
 import torch
-from dflash_kernels.launch_config import NOT_INSTALLED
+from dflash_kernels.launch import NOT_INSTALLED
 from dflash_kernels.rope_norm import _rms_norm_kernel, rms_norm
-from dflash_kernels import launch_config, suite
+from dflash_kernels import launch, suite
 from dflash_kernels.suite import REFERENCE, pick_kernels, triton_kernels
 
 def error_of(call, *arguments):
@@ -80,7 +80,7 @@ def test_only_the_interpreter_runs_kernels_on_the_cpu(monkeypatch: pytest.Monkey
     kernels = pick_kernels("triton", "cpu")
     assert kernels.name == "triton"
     assert kernels.rms_norm(*ones).shape == (2, 8)
-    for module in (suite, launch_config):
+    for module in (suite, launch):
         monkeypatch.setattr(module, "IS_INTERPRETED", False)
     with pytest.raises(ValueError, match="TRITON_INTERPRET"):
         pick_kernels("triton", "cpu")
@@ -91,4 +91,4 @@ def test_only_the_interpreter_runs_kernels_on_the_cpu(monkeypatch: pytest.Monkey
 def test_the_environment_chooses_the_interpreter() -> None:
     """TRITON_INTERPRET counts when Triton is imported; `tests/conftest.py` sets it on a machine without a GPU."""
     is_asked_for = os.environ.get("TRITON_INTERPRET") == "1"
-    assert is_asked_for == launch_config.IS_INTERPRETED
+    assert is_asked_for == launch.IS_INTERPRETED

@@ -6,7 +6,8 @@ from typing import cast
 import torch
 
 from dflash_kernels.fp8_weight import FP8
-from dflash_kernels.launch_config import HAS_TRITON, MAX_GRID
+from dflash_kernels.launch import HAS_TRITON
+from dflash_kernels.launch_config import MAX_GRID
 from dflash_kernels.suite import REFERENCE, KernelChoice, Kernels, pick_kernels
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.engine_config import EngineConfig

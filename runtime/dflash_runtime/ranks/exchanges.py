@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from dflash_kernels.launch_config import HAS_TRITON
+from dflash_kernels.launch import HAS_TRITON
 from dflash_kernels.pushed_sum import SLOTS, Rooms
 from dflash_kernels.rope_norm import add_rms_norm_of_ranks
 from dflash_runtime.errors import PeerUnreachable, UnsupportedError

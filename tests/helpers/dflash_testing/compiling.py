@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import dflash_kernels
-from dflash_kernels.launch_config import TensorDescriptor
+from dflash_kernels.launch import TensorDescriptor
 
 CAPABILITY = 90
 NAMES = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_kernels.launch_config import HAS_TRITON
+from dflash_kernels.launch import HAS_TRITON
 
 REPLACED = (
     "_patch_builtin", "_patch_lang", "_LangPatchScope", "_get_np_dtype", "_validate_np_data_size", "TensorHandle",
