@@ -116,18 +116,34 @@ convolutions must be plain.
 | `fp8` with `weight_block_size` | per block, powers of two; the last may be cut | a scale per block of a row |
 | `fp8` | per matrix or row (`weight_scale_inv` or `weight_scale`) | a scale per row, or the stored `input_scale` |
 | `compressed-tensors`, 8-bit floats | `tensor`, `channel`, `block` | `token`, `group`, static `tensor`, or none |
-| `modelopt` with `quant_algo` FP8 | per matrix | the stored `input_scale` |
+| `modelopt` with `quant_algo` FP8, in the config or in `hf_quant_config.json` | per matrix | the stored `input_scale` |
 
 - Activations are rounded as the format says, as in vLLM and SGLang. A target thus computes what an inference server
   computes, but for the order of sums.
 - Joined projections (q, k, v; gate and up) keep the scales of each part. Parts with stored scales of activations share
   the largest scale, as in vLLM.
 - GPUs before compute capability 8.9 multiply the same numbers in 16 bits.
-- Scales for a KV cache in FP8 are left out: KV has the dtype of the run.
-- Missing or misshapen scales are refused with exit code 3.
+- Scales for a KV cache in FP8 are left out, unless `--kv-dtype fp8` stores KV in
+  [FP8](../explanation/engine.md#attention).
 - Other formats run through transformers, [dequantised](hosted-targets.md#quantised-weights): scales that are powers of
-  two, e5m2, groups of layers with different schemes, and a joined projection of which only some parts are in FP8.
+  two (`scale_fmt`), e5m2, blocks of other sizes than powers of two, groups of layers with different schemes, a joined
+  projection of which only some parts are in FP8, and a shared expert that is computed in parts with other scales.
 - compressed-tensors without `input_activations` does not round activations.
+
+Exit code 3 refuses a malformed checkpoint, also for targets that transformers dequantises and for drafts. Headers show
+these faults, so that no weights are read:
+
+| id | fault |
+|---|---|
+| `scale-missing`, `scale-blocks-differ` | a weight in eight bits lacks its scale, or has scales of another shape |
+| `scale-of-other-type` | a weight with scales is plain, or of another type than the config says |
+| `weight-type` | a matrix is packed in another type than the config says |
+| `scale-type` | scales are integers |
+| `quantizations-differ` | two of the config, its decoder's config and `hf_quant_config.json` contradict each other |
+| `quantization-setting` | a setting of `fp8` has a value that no reader knows |
+
+One fault is found while scales are read, before any weight: a scale that is not a positive number (`scale-invalid`).
+The exponent 255 of MXFP4 is such a scale.
 
 `tests/runtime/models/test_fp8_targets.py` compares every form and every native family in float64 with transformers'
 classes and rounded activations.

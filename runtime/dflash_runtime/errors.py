@@ -197,7 +197,7 @@ def naming_file(path: object) -> Iterator[None]:
     """Add a file's path to errors of code that knows only the content."""
     try:
         yield
-    except (InvalidConfig, InvalidHandoff, UnsupportedError) as error:
+    except (CheckpointError, UnsupportedError) as error:
         if error.path is None and not error.message.startswith(f"{path}: "):
             error.path, error.message = path, f"{path}: {error.message}"
             error.args = (error.message,)

@@ -349,6 +349,19 @@ def test_scales_of_a_checkpoint_are_used(pattern: str, tmp_path: Path) -> None:
     assert auto.pair.kv_scales == {}
 
 
+def test_one_scale_is_for_keys_and_values(tmp_path: Path) -> None:
+    """As in vLLM: `kv_scale` is for both, and values without a scale have the scale of the keys."""
+    names = {"kv_scale": 0.5, "k_scale": 0.25}
+    stored = {f"model.layers.{layer}.self_attn.{name}": torch.tensor([names[name]]) for layer, name in enumerate(names)}
+    scaled = scaled_target(tmp_path, stored)
+    assert scaled.pair.kv_scales == {0: KVScales(0.5, 0.5), 1: KVScales(0.25, 0.25)}
+
+
+def test_values_alone_have_no_scale(tmp_path: Path) -> None:
+    with refuses(CheckpointError, "kv-scale-invalid", field="layers.1.self_attn.k_scale"):
+        scaled_target(tmp_path, {"model.layers.1.self_attn.v_scale": torch.tensor(0.5)})
+
+
 @pytest.mark.parametrize(
     ("scale", "error", "id"),
     [

@@ -25,6 +25,7 @@ WIDTHS: Json = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,

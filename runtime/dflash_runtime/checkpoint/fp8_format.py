@@ -7,6 +7,7 @@ Sources: transformers 5.23 quantizers/quantizer_finegrained_fp8.py, compressed-t
 quantization/quant_scheme.py, vLLM 0.33.0 model_executor/layers/quantization/{fp8,modelopt}.py.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,26 +17,24 @@ from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import FUSED
 from dflash_runtime.checkpoint.safetensors_header import TensorInfo
-from dflash_runtime.checkpoint.target_facts import decoder_config
-from dflash_runtime.errors import CheckpointError, UnsupportedError
-from dflash_runtime.json_values import as_object, is_int
-
-CONFIG_KEY = "quantization_config"
-"""The only key that transformers reads. With another key it would load quantised weights as if they were plain."""
-
-E4M3 = "F8_E4M3"
+from dflash_runtime.checkpoint.scaled_weights import (
+    E4M3,
+    INPUT_ENDS,
+    KV_SCALES,
+    SCALE_ENDS,
+    check_scaled,
+    is_scale,
+    malformed,
+    scales_of,
+)
+from dflash_runtime.checkpoint.stated_quantization import CONFIG_KEY, check_statements, is_block, stated_quantization
+from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.json_values import as_object
 
 Activations = Literal["dynamic", "static", "none"]
 
-SCALE_ENDS = ("_scale_inv", "_scale")
-INPUT_ENDS = ("input_scale", "activation_scale")
-"""Ends of the names of scales: of a weight `X.weight` the scales `X.weight_scale`, and of its input `X.input_scale`."""
-
 MULTIPLIED = re.compile(r"(.*\.)?(\w+_proj|in_proj_\w+|fc|lm_head)(\.weight)?")
 """Matrices that the runtime multiplies in FP8. It needs plain weights for embeddings, routers and convolutions."""
-
-KV_SCALES = re.compile(r".*\.([kvq]_scale|[kvq]_proj\.output_scale)")
-"""Scales of a KV cache in FP8. `models.kv_scales` reads them if the run stores KV in FP8."""
 
 EXPERT_PART = re.compile(r"(.*\.)(?:experts\.(?:\d+\.)?|shared_expert\.)(?:gate_up|gate|up|down)_proj(?:\.weight)?")
 
@@ -62,12 +61,6 @@ class Fp8Names:
     input_scale: str | None = None
 
 
-def stated_quantization(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the object in which a config states its quantization, {} without one."""
-    text, _ = decoder_config(checkpoint.config, checkpoint.config_path)
-    return as_object(checkpoint.config.get(CONFIG_KEY)) or as_object(text.get(CONFIG_KEY)) or {}
-
-
 def read_fp8_format(checkpoint: Checkpoint) -> Fp8Format | None:
     """Return the FP8 format that a config states, or None if it states another quantization or no quantization."""
     stated = stated_quantization(checkpoint)
@@ -81,10 +74,13 @@ def refuse_unless_fp8(checkpoint: Checkpoint, *, has_headers: bool = True) -> Fp
 
     Raises:
         UnsupportedError: parts of a joined projection differ, or a matrix is in FP8 that must be plain.
-        CheckpointError: scales are missing, or have another shape than the config says.
+        CheckpointError: the config contradicts itself, or scales are missing, or have another element type or another
+            shape than the config says.
     """
+    check_statements(checkpoint)
     found = read_fp8_format(checkpoint)
     if found is not None and has_headers:
+        check_scaled(checkpoint, E4M3)
         names = fp8_matrices(checkpoint, checkpoint.tensors)
         if not names:
             text = f"its config states FP8 weights ({found.method}), but no matrix is in FP8"
@@ -107,7 +103,7 @@ def fp8_matrices(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Fp8N
     found: dict[str, Fp8Names] = {}
     for name in names:
         info = stored[name]
-        if info.dtype != E4M3 or len(info.shape) < 2 or _is_scale(name):
+        if info.dtype != E4M3 or len(info.shape) < 2 or is_scale(name):
             continue
         if not MULTIPLIED.fullmatch(name):
             text = f"{name} is in FP8, and this runtime needs it as plain weights"
@@ -130,24 +126,35 @@ def _scale_names(checkpoint: Checkpoint, form: Fp8Format, info: TensorInfo) -> t
     stored, name = checkpoint.tensors, info.name
     scales = next((name + end for end in SCALE_ENDS if name + end in stored), None)
     if scales is None:
-        raise _malformed(checkpoint, "scale-missing", name, f"the scale of {name} is missing", SCALE_ENDS)
-    if not _fits(info.shape, stored[scales].shape, form.block):
-        expected = "one scale per matrix or row" if form.block is None else f"one scale per block of {form.block}"
-        text = f"{scales} has shape {list(stored[scales].shape)}, expected {expected} of {name}, {list(info.shape)}"
-        raise _malformed(checkpoint, "scale-blocks-differ", scales, text, expected)
+        raise malformed(checkpoint, "scale-missing", name, f"the scale of {name} is missing", " or ".join(SCALE_ENDS))
+    _check_grid(checkpoint, form, info, stored[scales])
     if form.activations != "static":
         return scales, None
     owner = name[: -len("weight")] if name.endswith(".weight") else f"{name}_"
     fixed = next((owner + end for end in INPUT_ENDS if owner + end in stored), None)
     if fixed is None:
         text = f"the scale of the activations of {name} is missing"
-        raise _malformed(checkpoint, "scale-missing", name, text, INPUT_ENDS)
+        raise malformed(checkpoint, "scale-missing", name, text, " or ".join(INPUT_ENDS))
+    if stored[fixed].num_elements not in (1, math.prod(info.shape[:-2])):
+        text = f"{fixed} has shape {list(stored[fixed].shape)}, expected one scale for {name}"
+        raise malformed(checkpoint, "scale-blocks-differ", fixed, text, "one scale")
     return scales, fixed
 
 
-def _malformed(checkpoint: Checkpoint, id: str, field: str, text: str, expected: object) -> CheckpointError:
-    hint = "export the checkpoint again with its scales"
-    return CheckpointError(text, id=id, path=checkpoint.path, field=field, expected=str(expected), hint=hint)
+def check_grids(checkpoint: Checkpoint) -> None:
+    """Check the shapes of the scales of all weights. Raises CheckpointError."""
+    form = read_fp8_format(checkpoint)
+    for name, scale in scales_of(checkpoint):
+        if form is not None and scale.endswith(SCALE_ENDS) and not scale.endswith(INPUT_ENDS):
+            _check_grid(checkpoint, form, checkpoint.tensors[name], checkpoint.tensors[scale])
+
+
+def _check_grid(checkpoint: Checkpoint, form: Fp8Format, info: TensorInfo, scales: TensorInfo) -> None:
+    """Require the number of scales that the format says."""
+    if not _fits(info.shape, scales.shape, form.block):
+        expected = "one scale per matrix or row" if form.block is None else f"one scale per block of {form.block}"
+        text = f"{scales.name} has shape {list(scales.shape)}, expected {expected} of {info.name}, {list(info.shape)}"
+        raise malformed(checkpoint, "scale-blocks-differ", scales.name, text, expected, list(scales.shape))
 
 
 def _fits(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None) -> bool:
@@ -163,7 +170,7 @@ def _check_joined(checkpoint: Checkpoint, names: Mapping[str, Fp8Names]) -> None
     """Require that all parts of a joined projection, and all experts of a layer, are in FP8 or none of them."""
     kinds: dict[str, set[bool]] = {}
     for name in checkpoint.tensors:
-        if (group := _joined_into(name)) is not None and not _is_scale(name) and not name.endswith(".bias"):
+        if (group := _joined_into(name)) is not None and not is_scale(name) and not name.endswith(".bias"):
             kinds.setdefault(group, set()).add(name in names)
     mixed = next((group for group, found in kinds.items() if len(found) > 1), None)
     if mixed is not None:
@@ -181,10 +188,6 @@ def _joined_into(name: str) -> str | None:
     return None
 
 
-def _is_scale(name: str) -> bool:
-    return name.endswith((*SCALE_ENDS, *INPUT_ENDS))
-
-
 def _is_power_of_2(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
@@ -195,7 +198,7 @@ def _read_fp8(stated: Mapping[str, Any]) -> Fp8Format | None:
     is_known = (
         stated.get("fmt") in (None, "e4m3") and stated.get("scale_fmt") is None and scheme in ("dynamic", "static")
     )
-    if not is_known or (block is not None and (not _is_block(block) or scheme == "static")):
+    if not is_known or (block is not None and (not is_block(block) or scheme == "static")):
         return None
     return Fp8Format("fp8", None if block is None else (block[0], block[1]), scheme)
 
@@ -213,7 +216,7 @@ def _read_scheme(group: Mapping[str, Any]) -> Fp8Format | None:
     if as_object(group.get("output_activations")) or not _is_eight_bits(weights) or weights.get("dynamic"):
         return None
     block = weights.get("block_structure") if weights.get("strategy") == "block" else None
-    if weights.get("strategy") not in ("tensor", "channel", "block") or (weights["strategy"] == "block") != _is_block(
+    if weights.get("strategy") not in ("tensor", "channel", "block") or (weights["strategy"] == "block") != is_block(
         block
     ):
         return None
@@ -233,10 +236,6 @@ def _read_scheme(group: Mapping[str, Any]) -> Fp8Format | None:
 
 def _is_eight_bits(scheme: Mapping[str, Any]) -> bool:
     return scheme.get("num_bits") == 8 and scheme.get("type") == "float" and scheme.get("symmetric", True) is True
-
-
-def _is_block(block: object) -> bool:
-    return isinstance(block, list) and len(block) == 2 and all(is_int(length) and length > 0 for length in block)
 
 
 def _read_modelopt(stated: Mapping[str, Any]) -> Fp8Format | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from dflash_runtime.checkpoint.adapters import ADAPTER
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.decoder_values import recorded_types
-from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8, stated_quantization
+from dflash_runtime.checkpoint.fp8_format import read_fp8_format, refuse_packed_unless_fp8
 from dflash_runtime.checkpoint.gemma4_config import GEMMA4, read_gemma4_config
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.hf_config import not_run, refuse_other_layers
@@ -25,8 +25,10 @@ from dflash_runtime.checkpoint.hosted_config import read_recorded
 from dflash_runtime.checkpoint.hosted_refusals import A_FAMILY, refuse_cache, refuse_pages
 from dflash_runtime.checkpoint.hybrid_config import HYBRIDS, read_hybrid_config
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.stated_quantization import check_statements, stated_quantization
 from dflash_runtime.checkpoint.target_quantization import (
     Quantization,
+    check_mxfp4,
     native_quantization,
     read_quantization,
 )
@@ -252,22 +254,46 @@ def native_config(source: TargetSource) -> TargetConfig | None:
         found = source.config
     if found is not None:
         refuse_other_layers(found, checkpoint.config_path)
-    refuse_quantised(source)
+    refuse_quantised(source, found)
     return found
 
 
-def refuse_quantised(source: TargetSource) -> None:
+def refuse_quantised(source: TargetSource, config: TargetConfig | None) -> None:
     """Refuse quantised weights, unless the native family of the target multiplies them as they are.
+
+    `config` is the target's config as its family reads it, if it is known.
 
     Raises:
         UnsupportedError: the weights are quantised.
-        CheckpointError: a weight in FP8 lacks its scales.
+        CheckpointError: the config contradicts itself or the weights, or a weight in FP8 lacks its scales.
     """
     checkpoint, has_headers = source.checkpoint, _has_headers(source)
+    check_statements(checkpoint)
     if source.facts.model_type not in WITHOUT_FP8:
         refuse_packed_unless_fp8(checkpoint, has_headers=has_headers)
+        _refuse_cut_expert(source, config)
     elif kept_packed(source) is None:
         refuse_packed(checkpoint.path, find_quantization(checkpoint, has_headers=has_headers))
+    elif has_headers:
+        check_mxfp4(checkpoint)
+
+
+def _refuse_cut_expert(source: TargetSource, config: TargetConfig | None) -> None:
+    """Refuse a shared expert in FP8 that is computed as several experts, if they would have other scales of rows.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    form, experts = read_fp8_format(source.checkpoint), None if config is None else config.experts
+    if form is None or experts is None or (experts.shared_size or 0) <= experts.intermediate_size:
+        return
+    has_own = form.block is None or experts.intermediate_size % form.block[1] != 0
+    if has_own and (form.block is not None or form.activations == "dynamic"):
+        text = (
+            f"a shared expert in FP8 of width {experts.shared_size}, which is computed in parts of "
+            f"{experts.intermediate_size} with other scales"
+        )
+        raise UnsupportedError(text, id="fp8-shared-expert-cut", path=source.checkpoint.path)
 
 
 def kept_packed(source: TargetSource) -> Quantization | None:

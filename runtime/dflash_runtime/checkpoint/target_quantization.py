@@ -7,16 +7,22 @@ from typing import Any
 
 from dflash_runtime.checkpoint.canonical_names import find_quantization, refuse_packed
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.fp8_format import read_fp8_format, stated_quantization
+from dflash_runtime.checkpoint.fp8_format import check_grids, read_fp8_format
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.scaled_weights import E4M3, OTHER_SCALES, check_scaled, malformed, scales_of
+from dflash_runtime.checkpoint.stated_quantization import CONFIG_KEY, check_statements, is_block, stated_quantization
 from dflash_runtime.checkpoint.target_facts import MLX
-from dflash_runtime.errors import UnsupportedError
+from dflash_runtime.errors import InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import as_object, is_int
 
-SCALES = ("_scale_inv", "_scale")
-"""Suffixes that turn a weight's name into its scale's. `X.scale` and `X.qscale_weight` also belong to `X.weight`."""
+READ = ("_scale_inv", *OTHER_SCALES)
+"""Ends of the names of scales that transformers reads for the method `fp8`."""
 
-FLOAT8 = ("F8_E4M3", "F8_E5M2")
+MXFP4_ENDS = ("_blocks", "_scales")
+"""Ends of the names of MXFP4's numbers and scales."""
+
+EXPONENT = "U8"
+"""The element type of MXFP4's numbers, and of its scales, which are exponents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +72,11 @@ def read_quantization(source: TargetSource, *, has_headers: bool = True) -> Quan
     Without `has_headers` only the config is read.
 
     Raises:
-        UnsupportedError: an unsupported method, a missing package, or weights without their scales.
+        UnsupportedError: an unsupported method, a missing package, or names of scales that transformers does not read.
+        CheckpointError: the config contradicts itself or the weights, or a weight lacks its scales.
     """
     checkpoint = source.checkpoint
+    check_statements(checkpoint)
     evidence = find_quantization(checkpoint, has_headers=has_headers)
     if evidence is None:
         return None
@@ -91,8 +99,8 @@ def read_quantization(source: TargetSource, *, has_headers: bool = True) -> Quan
     if FETCHES in packages and find_spec("kernels") is not None:
         why = f"{FETCHES} would fetch code with the package kernels, which is installed"
         raise _refused(checkpoint, method, "quantization-fetches-code", why, hint="pip uninstall kernels")
-    if method == "fp8" and has_headers:
-        _check_scales(checkpoint, stated)
+    if has_headers:
+        _check_weights(checkpoint, method, stated)
     return Quantization(method, packages, is_unpacked, _num_bits(checkpoint, method, stated))
 
 
@@ -120,76 +128,110 @@ def _num_bits(checkpoint: Checkpoint, method: str, stated: Mapping[str, Any]) ->
     """
     if method != "compressed-tensors":
         return 4 if method == "mxfp4" else None
-    groups = [as_object(group) for group in as_object(stated.get("config_groups")).values()]
-    schemes = {
-        str(sorted(as_object(group.get("weights")).items())): as_object(group.get("weights")) for group in groups
-    }
+    schemes = {str(sorted(weights.items())): weights for weights in _weight_schemes(stated)}
     if len(schemes) > 1:
         raise _refused(checkpoint, method, "quantization-mixed", "its config_groups quantise weights in several ways")
     bits = next(iter(schemes.values()), {}).get("num_bits")
     return bits if is_int(bits) else None
 
 
-def is_scale(name: str) -> bool:
-    return name.endswith((*SCALES, ".scale", ".qscale_weight", "_scales"))
-
-
-def scaled_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield each weight of eight bits with its scale."""
-    for name, info in checkpoint.tensors.items():
-        if info.dtype in FLOAT8 and len(info.shape) > 1 and not is_scale(name):
-            scale = _scale_of(name, checkpoint)
-            if scale is not None:
-                yield name, scale
-
-
-def _scale_of(name: str, checkpoint: Checkpoint) -> str | None:
-    owner = name.removesuffix(".weight")
-    names = [name + end for end in SCALES[:1]]
-    if owner != name:
-        names += [f"{owner}.scale", f"{owner}.qscale_weight"]
-    return next((item for item in names if item in checkpoint.tensors), None)
-
-
-def _check_scales(checkpoint: Checkpoint, stated: Mapping[str, Any]) -> None:
-    """Check that every weight of eight bits has scales that divide it into the blocks of the config.
+def _check_weights(checkpoint: Checkpoint, method: str, stated: Mapping[str, Any]) -> None:
+    """Check the element types of weights, and their scales.
 
     Raises:
-        UnsupportedError: a weight without a scale, or with scales for other blocks.
+        UnsupportedError: no weight is quantised, or transformers does not read the names of the scales.
+        CheckpointError: weights contradict the config, lack scales, or have scales of another type or shape.
     """
-    scaled = dict(scaled_weights(checkpoint))
-    if not any(info.dtype in FLOAT8 for info in checkpoint.tensors.values()):
-        raise _refused(checkpoint, "fp8", "quantization-without-weights", "its tensors have no eight-bit weights")
-    block = stated.get("weight_block_size")
+    if method == "mxfp4":
+        if not any(name.endswith(MXFP4_ENDS) for name in checkpoint.tensors):
+            raise _refused(checkpoint, "mxfp4", "quantization-without-weights", "no tensor has numbers of four bits")
+        check_mxfp4(checkpoint)
+    elif method == "fp8":
+        expected = "F8_E5M2" if stated.get("fmt") == "e5m2" else E4M3
+        check_scaled(checkpoint, expected)
+        _check_blocks(checkpoint, expected, stated.get("weight_block_size"))
+    elif method == "compressed-tensors":
+        groups, types = as_object(stated.get("config_groups")), _compressed_types(stated)
+        if any(info.dtype in types for info in checkpoint.tensors.values()):
+            check_scaled(checkpoint, types[0])
+            check_grids(checkpoint)
+        if not groups and any(scales_of(checkpoint)):
+            field, path = f"{CONFIG_KEY}.config_groups", checkpoint.config_path
+            raise InvalidConfig(field, groups, "how the weights with scales are quantised", path=path)
+
+
+def _compressed_types(stated: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the element type of weights of eight bits, before one that contradicts it. Empty for other weights."""
+    kinds = {f"{weights.get('type')} {weights.get('num_bits')}" for weights in _weight_schemes(stated)}
+    return {"float 8": (E4M3, "I8"), "int 8": ("I8", E4M3)}.get(" ".join(kinds), ())
+
+
+def _weight_schemes(stated: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the schemes of weights of compressed-tensors' groups."""
+    groups = as_object(stated.get("config_groups")).values()
+    return [as_object(as_object(group).get("weights")) for group in groups]
+
+
+def stated_block(stated: Mapping[str, Any]) -> Any:
+    """Return the rows and columns of blocks that a config states, None without blocks."""
+    schemes = _weight_schemes(stated)
+    return stated.get("weight_block_size") or (schemes[0].get("block_structure") if schemes else None)
+
+
+def check_mxfp4(checkpoint: Checkpoint) -> None:
+    """Require that numbers and scales of MXFP4 are bytes.
+
+    Raises:
+        CheckpointError: another element type.
+    """
     for name, info in checkpoint.tensors.items():
-        if info.dtype not in FLOAT8 or len(info.shape) < 2 or is_scale(name):
-            continue
+        if name.endswith(MXFP4_ENDS) and info.dtype != EXPONENT:
+            text = f"{info.name} is {info.dtype}, expected {EXPONENT}"
+            raise malformed(checkpoint, "weight-type", info.name, text, EXPONENT, info.dtype)
+
+
+def scaled_weights(checkpoint: Checkpoint, method: str = "fp8") -> Iterator[tuple[str, str]]:
+    """Yield each weight with the scales that transformers reads for a method."""
+    ends = READ if method == "fp8" else (".weight_scale",)
+    for name, scale in scales_of(checkpoint):
+        if scale.endswith(ends) and len(checkpoint.tensors[name].shape) > 1:
+            yield name, scale
+
+
+def _check_blocks(checkpoint: Checkpoint, expected: str, block: Any) -> None:
+    """Check that transformers reads scales for every weight, and that they divide it into the blocks of the config.
+
+    Raises:
+        UnsupportedError: no weight has eight bits, or transformers does not read the names of the scales.
+        CheckpointError: scales of other blocks.
+    """
+    scaled, stored = dict(scaled_weights(checkpoint)), checkpoint.tensors
+    weights = {name: scale for name, scale in scales_of(checkpoint) if stored[name].dtype == expected}
+    if not weights:
+        raise _refused(checkpoint, "fp8", "quantization-without-weights", "its tensors have no eight-bit weights")
+    for name, scale in weights.items():
         if name not in scaled:
-            raise _refused(checkpoint, "fp8", "scale-missing", f"the scale of {name} is missing")
-        grid = checkpoint.tensors[scaled[name]].shape
+            why = f"transformers reads no scales with the name {scale}, only {name}_scale_inv"
+            raise _refused(checkpoint, "fp8", "scale-name", why)
+    for name, scale in scaled.items():
+        info, grid = stored[name], stored[scale].shape
         if not _divides(info.shape[-2:], grid, block):
-            why = (
-                f"{scaled[name]} has shape {list(grid)}, expected one scale per block of {block} of {name}, "
-                f"{list(info.shape)}"
-            )
-            raise _refused(checkpoint, "fp8", "scale-blocks-differ", why)
+            wanted = f"one scale per block of {block}"
+            text = f"{scale} has shape {list(grid)}, expected {wanted} of {name}, {list(info.shape)}"
+            raise malformed(checkpoint, "scale-blocks-differ", scale, text, wanted, list(grid))
 
 
 def _divides(shape: tuple[int, ...], grid: tuple[int, ...], block: Any) -> bool:
     """Whether each axis of a weight has one scale, or one scale per block. The last block may be cut."""
     if len(grid) < 2 or block is None:
         return all(count == 1 for count in grid)
-    if not _is_block(block):
+    if not is_block(block):
         return False
     return all(count == -(-size // length) for size, count, length in zip(shape, grid[-2:], block, strict=True))
 
 
-def _is_block(block: Any) -> bool:
-    return isinstance(block, list) and len(block) == 2 and all(is_int(length) and length > 0 for length in block)
-
-
 def has_cut_blocks(shape: tuple[int, ...], grid: tuple[int, ...], block: Any) -> bool:
     """Whether a weight has one scale per block of the config, and a last block that is cut after another one."""
-    if len(grid) < 2 or not _is_block(block) or not _divides(shape, grid, block):
+    if len(grid) < 2 or not is_block(block) or not _divides(shape, grid, block):
         return False
     return any(count > 1 and size % length for size, count, length in zip(shape, grid, block, strict=True))

@@ -10,6 +10,7 @@ import torch
 from dflash_kernels.kv_format import KVScales
 from dflash_kernels.suite import Kernels
 from dflash_runtime.checkpoint.draft_tensors import owned_tensors
+from dflash_runtime.checkpoint.fp8_format import read_fp8_format
 from dflash_runtime.checkpoint.ignored_files import ignored_files
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.checkpoint.runs_here import TargetRuntime, kept_packed
@@ -304,8 +305,11 @@ def _weight_bytes(
     transformers reads a target into host memory first, and then moves it to a GPU.
     """
     size = target_bytes(target, dtype, runtime, ranks)
-    owned = [draft.checkpoint.tensors[name] for name in owned_tensors(draft)] if draft is not None else []
-    return WeightBytes(size, native_bytes(owned, dtype), passing=size if runtime != "native" else 0)
+    own = 0
+    if draft is not None:
+        owned = (draft.checkpoint.tensors[name] for name in owned_tensors(draft))
+        own = native_bytes(owned, dtype, read_fp8_format(draft.checkpoint))
+    return WeightBytes(size, own, passing=size if runtime != "native" else 0)
 
 
 def _digests(target: TargetSource, draft: DraftLike | None, *, begins: bool) -> dict[str, WeightDigest]:

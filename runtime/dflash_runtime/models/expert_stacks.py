@@ -19,17 +19,21 @@ from torch.nn import functional
 
 from dflash_kernels.fp8_weight import FP8, Fp8Weight
 from dflash_runtime.checkpoint.layout import Shapes
-from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.expert_shapes import EXPERT_TENSOR, ExpertSizes, expert_sizes
 
 Matrix = Tensor | Fp8Weight
 M = TypeVar("M", Tensor, Matrix)
 
 
-def stack_experts(tensors: Iterable[tuple[str, M]], shapes: Shapes) -> Iterator[tuple[str, M]]:
+Block = tuple[int, int] | None
+"""Rows and columns of a matrix in FP8 with one scale; None: each row has one."""
+
+
+def stack_experts(tensors: Iterable[tuple[str, M]], shapes: Shapes, block: Block = None) -> Iterator[tuple[str, M]]:
     """Yield stacked experts, and other tensors unchanged. `shapes` has all tensors that will come, in any order.
 
-    Each tensor is copied into its stack at once: memory may not hold all experts twice.
+    `block` says how matrices in FP8 are scaled. Each tensor is copied into its stack at once: memory may not hold all
+    experts twice.
     """
     layers = expert_sizes(shapes)
     stacks: dict[str, _Stack | _Fp8Stack] = {}
@@ -44,7 +48,7 @@ def stack_experts(tensors: Iterable[tuple[str, M]], shapes: Shapes) -> Iterator[
             yield stacked, matrix
             continue
         if stacked not in stacks:
-            stacks[stacked] = _Fp8Stack(layer) if isinstance(matrix, Fp8Weight) else _Stack(layer)
+            stacks[stacked] = _Fp8Stack(layer, block) if isinstance(matrix, Fp8Weight) else _Stack(layer)
         stacks[stacked].put(matrix, part, "shared" if is_shared else None if expert is None else int(expert))
     for name, stack in stacks.items():
         yield name, cast(Any, stack.joined)
@@ -79,8 +83,8 @@ class _Stack:
 class _Fp8Stack:
     """The stacks of the numbers and of the scales of one part of a layer's experts."""
 
-    def __init__(self, layer: ExpertSizes) -> None:
-        self._layer = layer
+    def __init__(self, layer: ExpertSizes, block: Block) -> None:
+        self._layer, self._block = layer, block
         self._values, self._scales = _Stack(layer), _Stack(layer)
         self._input_scale: Tensor | None = None
 
@@ -94,12 +98,13 @@ class _Fp8Stack:
     def put(self, matrix: Matrix, part: str, expert: "int | str | None") -> None:
         """Copy a part of one expert, of the shared one, or of all. Fixed scales of inputs become the largest one.
 
-        Raises:
-            UnsupportedError: the shared expert would be cut inside a block with one scale.
+        Blocks of a shared expert that becomes several ones end with each of them; see `runs_here.refuse_quantised`.
         """
         assert isinstance(matrix, Fp8Weight)
         layer, fixed = self._layer, matrix.input_scale
-        if layer.inner % matrix.block[0] and part != "down":
+        if expert == "shared":
+            matrix = _filled(layer, matrix, part, self._block)
+        if self._block is not None and layer.inner % self._block[0] and part != "down":
             matrix = matrix.with_row_scales()
         height, width = matrix.block
         scales = matrix.scales
@@ -107,17 +112,24 @@ class _Fp8Stack:
             self._scales._layer = replace(layer, inner=-(-layer.inner // width), hidden=scales.shape[-2])
             if expert == "shared" and scales.shape[-1] == 1 < layer.num_shared:
                 scales = scales.expand(-1, layer.num_shared).contiguous()
-            if expert == "shared" and layer.num_shared > 1 and matrix.has_groups and layer.inner % width:
-                raise UnsupportedError(
-                    "a shared expert in FP8 with blocks that cross the experts that it is cut into",
-                    id="fp8-shared-expert-cut",
-                )
         else:
             self._scales._layer = replace(layer, inner=layer.inner // height, hidden=scales.shape[-1])
         self._values.put(matrix.values.view(torch.uint8), part, expert)
         self._scales.put(scales, part, expert)
         both = [item for item in (fixed, self._input_scale) if item is not None]
         self._input_scale = torch.stack(both).amax(0) if both and both[0].numel() else next(iter(both), None)
+
+
+def _filled(sizes: ExpertSizes, matrix: Fp8Weight, part: str, block: Block) -> Fp8Weight:
+    """Fill up a part of the shared expert to whole experts, with zeros whose scales are 1."""
+    is_down = part == "down"
+    missing = sizes.num_shared * sizes.inner - matrix.shape[1 if is_down else 0]
+    place = (0, missing) if is_down else (0, 0, 0, missing)
+    values = functional.pad(matrix.values.view(torch.uint8), place).view(FP8)
+    lengths = block or (1, values.shape[1])
+    counts = [-(-size // length) for size, length in zip(values.shape, lengths, strict=True)]
+    place = (0, counts[1] - matrix.scales.shape[1], 0, counts[0] - matrix.scales.shape[0])
+    return Fp8Weight(values, functional.pad(matrix.scales, place, value=1.0), matrix.input_scale)
 
 
 def _cut(sizes: ExpertSizes, tensor: Tensor, part: str) -> Tensor:

@@ -30,7 +30,7 @@ from dflash_kernels.softmax import PLAIN, Softmax
 from dflash_runtime.checkpoint.decoder_values import num_streams
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.errors import DFlashError
+from dflash_runtime.errors import CheckpointError, DFlashError
 from dflash_runtime.models.head import NO_ID, ScaledHead
 from dflash_runtime.models.hosted_attention import (
     PAGES,
@@ -256,7 +256,11 @@ def check_head(config: TargetConfig, head: Linear, hidden: Tensor, said: Tensor)
 
     Raises:
         UnsupportedError: the logits differ.
+        CheckpointError: the model's logits are NaN.
     """
+    if bool(said.isnan().any()):
+        text = "its logits are NaN in the trial after loading"
+        raise CheckpointError(text, id="non-finite-logits", found="NaN", hint="export the weights again")
     logits, padding = head(hidden).tensor_split([said.shape[1]], dim=1)
     is_same = logits.shape == said.shape and is_close(logits, said.to(logits.device))
     if not is_same or not bool((padding == NO_ID).all()):

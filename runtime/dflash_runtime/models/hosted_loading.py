@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.fp8_format import CONFIG_KEY
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.hosted_config import in_one_line
 from dflash_runtime.checkpoint.layout import unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.scaled_weights import is_of_activations
+from dflash_runtime.checkpoint.stated_quantization import CONFIG_KEY
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UsageError
 from dflash_runtime.models.hosted_quantization import (
@@ -28,6 +29,7 @@ from dflash_runtime.models.hosted_quantization import (
     widen,
 )
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.scale_values import check_all_scales
 from dflash_runtime.models.text_part import causal_part, is_taken_out, model_class
 from dflash_runtime.target_config import TargetConfig
 
@@ -48,6 +50,8 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
 
     hub_kernels._kernels_enabled = False  # with the package kernels installed, modelling code would fetch code
     path, quantization = source.checkpoint.path, read_quantization(source)
+    if quantization is not None and quantization.is_unpacked:
+        check_all_scales(source.checkpoint)
     is_fp8 = quantization is not None and quantization.method == "fp8"
     unpacking = unpacking_blocks(source.checkpoint, placement.dtype) if is_fp8 else nullcontext()
     with _explained(path, config, placement, attention), quietly(), unpacking:
@@ -61,11 +65,11 @@ def load_model(source: TargetSource, config: TargetConfig, placement: Placement,
         )  # fmt: skip
     model, info = loaded
     is_wrapped = settings.get_text_config(decoder=True) is not settings
-    _check_tensors(model, info, config, source.checkpoint, is_wrapped=is_wrapped)
+    unread = [name for name in info["unexpected_keys"] if quantization is None or not is_of_activations(name)]
+    _check_tensors(model, {**info, "unexpected_keys": unread}, config, source.checkpoint, is_wrapped=is_wrapped)
     if quantization is not None and quantization.is_unpacked:
         widen(model, placement.dtype)
-    if is_fp8:
-        compare_weights(model, source.checkpoint)
+        compare_weights(model, source.checkpoint, quantization.method)
     _check_dtype(model, config, placement.dtype)
     is_placed = placement.spread is not None or (quantization is not None and not quantization.is_unpacked)
     if quantization is not None and quantization.method == "compressed-tensors" and not is_placed:

@@ -124,7 +124,7 @@ def family_config(source: TargetSource) -> TargetConfig:
         source.config if read_config is None else read_config(checkpoint.config, checkpoint.config_path)
     )
     refuse_other_layers(config, checkpoint.config_path)
-    refuse_quantised(source)
+    refuse_quantised(source, config)
     return config
 
 

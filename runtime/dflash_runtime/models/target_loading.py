@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dflash_runtime.checkpoint.fp8_format import read_fp8_format
 from dflash_runtime.checkpoint.hosted_config import open_decoder, read_hosted_config, read_own_cache_config
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.runs_here import TargetRuntime, how_it_runs
@@ -123,4 +124,5 @@ def target_bytes(source: TargetSource, dtype: torch.dtype, runtime: TargetRuntim
             else quantised_bytes(quantization, tensors, dtype)
         )
     cuts = target_cuts(source, ranks)
-    return native_bytes((cut_info(tensors[name], cuts.get(name)) for name in target_shapes(source)), dtype)
+    loaded = (cut_info(tensors[name], cuts.get(name)) for name in target_shapes(source))
+    return native_bytes(loaded, dtype, read_fp8_format(source.checkpoint))

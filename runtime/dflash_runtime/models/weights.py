@@ -8,6 +8,7 @@ Matrices in FP8 stay in FP8. After loading, a module `X` has the tensors `X.weig
 `X.input_scale` unless each row of activations has scales of its own (`Fp8Weight`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from dflash_kernels.fp8_weight import SCALES, WEIGHT, Fp8Weight, join_rows
 from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.fp8_format import E4M3, Fp8Format, Fp8Names, fp8_matrices, read_fp8_format
+from dflash_runtime.checkpoint.fp8_format import Fp8Format, Fp8Names, fp8_matrices, read_fp8_format
 from dflash_runtime.checkpoint.layout import FUSED
 from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.scaled_weights import E4M3
 from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
+from dflash_runtime.models.scale_values import check_exponents, read_scales
 from dflash_runtime.models.target_shares import Cut, cut_info, cut_scales
 
 Weights = Mapping[str, Tensor]
@@ -37,9 +40,23 @@ def loaded_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
     return sum(info.num_elements * dtype.itemsize if info.is_floating else info.num_bytes for info in infos)
 
 
-def native_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype) -> int:
-    """Return the bytes of tensors after loading into a native model, in which matrices in FP8 stay as they are."""
-    return sum(info.num_bytes if info.dtype == E4M3 else loaded_bytes([info], dtype) for info in infos)
+def native_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype, form: Fp8Format | None) -> int:
+    """Return the bytes of tensors after loading into a native model, in which matrices in FP8 stay as they are.
+
+    Scales count too: one of 4 bytes per block of the format, or per row.
+    """
+    return sum(
+        info.num_bytes + _num_scales(info.shape, form) * torch.float32.itemsize
+        if info.dtype == E4M3 and form is not None
+        else loaded_bytes([info], dtype)
+        for info in infos
+    )
+
+
+def _num_scales(shape: Sequence[int], form: Fp8Format) -> int:
+    """Return the number of scales of a matrix [N, K] in FP8, or of a stack of them."""
+    height, width = form.block or (1, shape[-1])
+    return math.prod(shape[:-2]) * -(-shape[-2] // height) * -(-shape[-1] // width)
 
 
 def load_weights(
@@ -58,17 +75,19 @@ def load_weights(
 
     Raises:
         UnsupportedError: a part of a matrix in FP8 ends inside a block with one scale.
+        CheckpointError: a scale is not a positive number.
     """
     wanted, parts = list(names), cuts or {}
     scaled, form = fp8_matrices(checkpoint, wanted), read_fp8_format(checkpoint)
-    scales = _load_scales(checkpoint, scaled.values(), placement)
+    listed = [name for item in scaled.values() for name in (item.scales, item.input_scale) if name is not None]
+    scales = read_scales(checkpoint, listed, str(placement.device))
     for name, names_of_scales in scaled.items():
         if name in parts and form is not None:
             whole, own = checkpoint.tensors[name], names_of_scales.scales
             scales[own] = cut_scales(scales[own], parts[name], whole, form)
 
     def loaded() -> Iterator[tuple[str, Matrix]]:
-        for name, tensor in checkpoint.load_many(wanted, str(placement.device), parts):
+        for name, tensor in check_exponents(checkpoint, checkpoint.load_many(wanted, str(placement.device), parts)):
             if form is not None and name in scaled:
                 yield name, _fp8_weight(tensor, scaled[name], scales, form)
                 continue
@@ -77,13 +96,7 @@ def load_weights(
             yield name, read if arrange is None else arrange(name, read)
 
     shapes = {name: cut_info(checkpoint.tensors[name], parts.get(name)).shape for name in wanted}
-    return stack_projections(stack_experts(loaded(), shapes))
-
-
-def _load_scales(checkpoint: Checkpoint, names: Iterable[Fp8Names], placement: Placement) -> dict[str, Tensor]:
-    """Read scales onto the device in float32."""
-    listed = [name for item in names for name in (item.scales, item.input_scale) if name is not None]
-    return {name: tensor.float() for name, tensor in checkpoint.load_many(listed, str(placement.device))}
+    return stack_projections(stack_experts(loaded(), shapes, None if form is None else form.block))
 
 
 def _fp8_weight(values: Tensor, names: Fp8Names, scales: Mapping[str, Tensor], form: Fp8Format) -> Fp8Weight:
@@ -96,6 +109,15 @@ def _fp8_weight(values: Tensor, names: Fp8Names, scales: Mapping[str, Tensor], f
     if names.input_scale is not None:
         fixed = scales[names.input_scale].amax().view(1)
     return Fp8Weight(values, found, fixed)
+
+
+def load_plain(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Read one matrix to the CPU, dequantised to float32 if it is in FP8. Raises the errors of `load_weights`."""
+    form, tensor = read_fp8_format(checkpoint), checkpoint.load(name)
+    names = fp8_matrices(checkpoint, [name]).get(name)
+    if form is None or names is None:
+        return tensor
+    return _fp8_weight(tensor, Fp8Names(names.scales), read_scales(checkpoint, [names.scales]), form).dequantised()
 
 
 def with_wide_norms(weights: Weights) -> Weights:

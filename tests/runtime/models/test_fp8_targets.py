@@ -17,13 +17,14 @@ from dflash_runtime.checkpoint.runs_here import how_it_runs
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.errors import CheckpointError, DFlashError, UnsupportedError
+from dflash_runtime.errors import CheckpointError, DFlashError, InvalidConfig, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target_loading import find_target_runtime, load_target, target_bytes
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.fp8_models import FORMS, RoundedModel
 from dflash_testing.hosted_models import LINEAR
 from dflash_testing.pairs import ScriptedDraft, always_right, placement, random_draft, random_llm, random_prompts
+from dflash_testing.quantised_models import BLOCK, COMPRESSED
 from dflash_testing.refusals import refuses
 
 WIDE = torch.float64
@@ -42,6 +43,7 @@ SAMPLED += [("qwen3_moe", "compressed rows"), ("qwen3_5_moe_text", "static"), ("
 ALL = [(kind, form) for kind in FAMILIES for form in FORMS]
 CASES = [case if case in SAMPLED else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
 LAYERS = [0, 1, 2, 3]
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
 
 
 @pytest.mark.parametrize(("kind", "form"), CASES)
@@ -105,7 +107,7 @@ def test_matrices_stay_in_fp8_in_memory(kind: str, tmp_path: Path) -> None:
     source = open_target(tmp_path)
     target = load_target(source, placement())
     stored = load_file(tmp_path / "model.safetensors")
-    sizes = [item.numel() * (1 if item.dtype == E4M3 else 4) for name, item in stored.items() if "scale" not in name]
+    sizes = [item.numel() * (1 if item.dtype == E4M3 else 4) for item in stored.values()]  # scales too
     assert target_bytes(source, torch.float32, "native") == sum(sizes)
     layer = target._decoder.layers[-1]  # type: ignore[attr-defined]
     linears = [layer.mixer.output, *([layer.mlp.gate_up, layer.mlp.down] if kind == "llama" else [])]
@@ -203,12 +205,21 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changed", "id"),
         [
-            ({"model.layers.0.mlp.up_proj.weight": torch.ones(48, 32)}, "fp8-parts-differ"),
-            ({"model.embed_tokens.weight": torch.ones(97, 32).to(E4M3)}, "fp8-not-multiplied"),
+            (
+                {f"{LAYER}.weight": torch.ones(48, 32), f"{LAYER}.weight_scale": None},
+                "fp8-parts-differ",
+            ),
+            (
+                {
+                    "model.embed_tokens.weight": torch.ones(97, 32).to(E4M3),
+                    "model.embed_tokens.weight_scale": torch.ones(97, 1),
+                },
+                "fp8-not-multiplied",
+            ),
         ],
     )
     def test_weights_that_native_code_does_not_multiply(
-        self, changed: dict[str, torch.Tensor], id: str, tmp_path: Path
+        self, changed: dict[str, torch.Tensor | None], id: str, tmp_path: Path
     ) -> None:
         RoundedModel(tmp_path, "llama", FORMS["compressed rows"])
         edit(tmp_path, **changed)
@@ -226,8 +237,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"scale_fmt": "ue8m0"}, {"fmt": "e5m2"}, {"weight_block_size": [24, 16]},
-            {"activation_scheme": "static"}, {"weight_block_size": "all"},
+            {"scale_fmt": "ue8m0"}, {"weight_block_size": [24, 16]},
+            {"activation_scheme": "static"},
         ],
     )  # fmt: skip
     def test_other_formats_do_not_run_natively(self, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -236,6 +247,157 @@ class TestRefusals:
         with pytest.raises(DFlashError) as refused:
             load_target(open_target(tmp_path), placement(), "native")
         assert refused.value.id == "quantised-weights"
+
+    @pytest.mark.parametrize("form", ["blocks", "compressed rows", "static"])
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -0.01])
+    @pytest.mark.parametrize("end", ["weight_scale", "input_scale"])
+    def test_scales_that_are_no_positive_numbers(self, end: str, value: float, form: str, tmp_path: Path) -> None:
+        if end == "input_scale" and form != "static":
+            pytest.skip("the form has no fixed scales of activations")
+        RoundedModel(tmp_path, "llama", FORMS[form])
+        name = f"{LAYER}.{end}{'_inv' if form == 'blocks' else ''}"
+        scales = load_file(tmp_path / "model.safetensors")[name]
+        scales.view(-1)[-1] = value
+        edit(tmp_path, **{name: scales})
+        with refuses(CheckpointError, "scale-invalid", path=tmp_path, field=name) as refused:
+            load_target(open_target(tmp_path), placement())
+        assert f"{value:g}" in refused.value.message
+
+    @pytest.mark.parametrize("runtime", ["auto", "transformers"])
+    @pytest.mark.parametrize(
+        ("changed", "id", "field"),
+        [
+            ({f"{LAYER}.weight": torch.ones(48, 32)}, "scale-of-other-type", f"{LAYER}.weight"),
+            ({f"{LAYER}.weight": torch.ones(48, 32).to(torch.float8_e5m2)}, "scale-of-other-type", f"{LAYER}.weight"),
+            ({f"{LAYER}.weight": torch.ones(48, 32).to(torch.int8)}, "scale-of-other-type", f"{LAYER}.weight"),
+            ({"model.norm.weight_scale": torch.ones(1)}, "scale-of-other-type", "model.norm.weight"),
+            ({f"{LAYER}.weight_scale": torch.ones(48, 1).int()}, "scale-type", f"{LAYER}.weight_scale"),
+            ({f"{LAYER}.weight_scale": torch.ones(48, 1).to(torch.uint8)}, "scale-type", f"{LAYER}.weight_scale"),
+            ({f"{LAYER}.weight_scale": torch.ones(3)}, "scale-blocks-differ", f"{LAYER}.weight_scale"),
+            ({f"{LAYER}.weight_scale": None}, "scale-missing", f"{LAYER}.weight"),
+            ({"model.embed_tokens.weight": torch.ones(97, 32).to(E4M3)}, "scale-missing", "model.embed_tokens.weight"),
+            ({"lm_head.weight": torch.ones(97, 32).to(torch.int8)}, "weight-type", "lm_head.weight"),
+        ],
+    )
+    def test_weights_and_scales_of_other_types(
+        self, changed: dict[str, torch.Tensor | None], id: str, field: str, runtime: str, tmp_path: Path
+    ) -> None:
+        """Headers show them, so that no weights are read. transformers would drop such scales or misread them."""
+        RoundedModel(tmp_path, "llama", FORMS["compressed rows"])
+        edit(tmp_path, **changed)
+        with refuses(CheckpointError, id, path=tmp_path, field=field) as refused:
+            find_target_runtime(open_target(tmp_path), runtime)
+        assert refused.value.exit_code == 3
+        assert refused.value.expected
+        assert refused.value.hint
+
+    def test_a_fixed_scale_of_activations_with_another_shape(self, tmp_path: Path) -> None:
+        RoundedModel(tmp_path, "llama", FORMS["static"])
+        edit(tmp_path, **{f"{LAYER}.input_scale": torch.ones(3)})
+        with refuses(CheckpointError, "scale-blocks-differ", field=f"{LAYER}.input_scale"):
+            find_target_runtime(open_target(tmp_path), "auto")
+
+    @pytest.mark.parametrize("inner", [16, 24])
+    def test_a_wider_shared_expert_has_scales_of_its_own(self, inner: int, tmp_path: Path) -> None:
+        """Parts of 16 numbers have blocks of their own. Parts of 24 would not have them."""
+        changes = {"moe_intermediate_size": inner, "shared_expert_intermediate_size": 2 * inner}
+        RoundedModel(tmp_path, "qwen3_next", FORMS["blocks"], **changes)
+        if inner == BLOCK:
+            assert how_it_runs(open_target(tmp_path)).runtime == "native"
+            return
+        with refuses(UnsupportedError, "fp8-shared-expert-cut"):
+            load_target(open_target(tmp_path), placement(), "native")
+        assert how_it_runs(open_target(tmp_path)).runtime == "transformers-cache"
+
+
+@pytest.mark.parametrize(
+    ("kind", "inner", "shared"),
+    [
+        ("qwen3_moe", 12, None),
+        ("qwen3_moe", 24, None),
+        ("qwen3_next", 12, 4),
+        ("qwen3_next", 24, 12),
+        ("qwen3_next", 16, 48),
+    ],
+)
+def test_experts_of_any_width(kind: str, inner: int, shared: int | None, tmp_path: Path) -> None:
+    """Experts narrower than a block, with a cut block, and beside a shared expert of another width."""
+    changes: dict[str, Any] = {
+        "moe_intermediate_size": inner,
+        **({"shared_expert_intermediate_size": shared} if shared else {}),
+    }
+    oracle = RoundedModel(tmp_path, kind, FORMS["blocks"], **changes)
+    target = load_target(open_target(tmp_path), placement(WIDE))
+    text = random_prompts((20,), target.config.vocab_size)[0]
+    found = read_features(target, placement(WIDE), 16, text, LAYERS[:-1])
+    assert_close_to_format(torch.stack(found.chunk(3, dim=-1)), oracle, text)
+
+
+class TestStatements:
+    """What a checkpoint says about its weights in several places."""
+
+    def test_the_file_of_model_optimizer_is_enough(self, tmp_path: Path) -> None:
+        oracle = RoundedModel(tmp_path, "llama", FORMS["modelopt"])
+        settings = json.loads((tmp_path / "config.json").read_text())
+        del settings["quantization_config"]
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
+        target = load_target(open_target(tmp_path), placement(WIDE), "native")
+        assert how_it_runs(open_target(tmp_path)).words == "natively; weights modelopt"
+        text = random_prompts((9,), target.config.vocab_size)[0]
+        assert_close_to_format(read_features(target, placement(WIDE), 16, text, [0])[None], oracle, text)
+
+    @pytest.mark.parametrize(
+        ("key", "file", "found", "expected"),
+        [
+            (None, MODELOPT, "fp8", "modelopt"),
+            ("compression_config", COMPRESSED, "fp8", "compressed-tensors"),
+            ("quantization", {"bits": 4, "group_size": 64}, "fp8", "MLX"),
+        ],
+    )
+    def test_two_statements_that_differ(
+        self, key: str | None, file: dict[str, Any], found: str, expected: str, tmp_path: Path
+    ) -> None:
+        RoundedModel(tmp_path, "llama", FORMS["blocks"])
+        if key is None:
+            (tmp_path / "hf_quant_config.json").write_text(json.dumps(file))
+        else:
+            settings = json.loads((tmp_path / "config.json").read_text())
+            (tmp_path / "config.json").write_text(json.dumps({**settings, key: file}))
+        with refuses(CheckpointError, "quantizations-differ", path=tmp_path, found=found) as refused:
+            find_target_runtime(open_target(tmp_path), "auto")
+        assert expected in refused.value.message
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"weight_block_size": "all"}, {"weight_block_size": [16]}, {"weight_block_size": [0, 16]},
+            {"weight_block_size": [16.0, 16]}, {"activation_scheme": None}, {"activation_scheme": "sometimes"},
+            {"fmt": "e3m4"},
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("runtime", ["auto", "native", "transformers"])
+    def test_settings_that_no_reader_knows(self, runtime: str, changes: dict[str, Any], tmp_path: Path) -> None:
+        RoundedModel(tmp_path, "llama", FORMS["blocks"])
+        state(tmp_path, **changes)
+        (key,) = changes
+        with refuses(InvalidConfig, "quantization-setting", field=f"quantization_config.{key}") as refused:
+            find_target_runtime(open_target(tmp_path), runtime)
+        assert refused.value.exit_code == 3
+
+    @pytest.mark.parametrize("stated", ["fp8", [1]])
+    def test_a_statement_that_is_no_object(self, stated: Any, tmp_path: Path) -> None:
+        RoundedModel(tmp_path, "llama", FORMS["blocks"])
+        settings = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**settings, "quantization_config": stated}))
+        with refuses(InvalidConfig, "invalid-config", field="quantization_config"):
+            find_target_runtime(open_target(tmp_path), "auto")
+
+    def test_a_type_of_floats_that_the_weights_do_not_have(self, tmp_path: Path) -> None:
+        RoundedModel(tmp_path, "llama", FORMS["blocks"])
+        state(tmp_path, fmt="e5m2")
+        with refuses(CheckpointError, "scale-of-other-type", expected="F8_E5M2"):
+            find_target_runtime(open_target(tmp_path), "auto")
 
 
 def test_scales_of_a_kv_cache_are_left_out(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dflash_runtime.checkpoint import target_quantization
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.errors import CheckpointError, UnsupportedError
+from dflash_runtime.errors import CheckpointError, InvalidConfig, TensorMismatch, UnsupportedError
 from dflash_runtime.llm import LLM
 from dflash_runtime.models import hosted_quantization
 from dflash_runtime.models.hosted_loading import load_model
@@ -25,7 +25,7 @@ from dflash_runtime.models.target_loading import find_target_runtime, load_targe
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import MIXED, host, make_model, plain_text
-from dflash_testing.packed_models import plain_numbers
+from dflash_testing.packed_models import pack_experts, plain_numbers
 from dflash_testing.pairs import placement, random_prompts, random_target
 from dflash_testing.quantised_models import COMPRESSED, FP8, GROUPED, pack_blocks, pack_groups, pack_rows, quantise
 from dflash_testing.refusals import refuses
@@ -208,7 +208,7 @@ class TestScales:
 
     def test_a_missing_scale(self, folder: Path) -> None:
         edit(folder, **{f"{LAYER}.weight_scale_inv": None})
-        with refuses(UnsupportedError, "scale-missing") as refused:
+        with refuses(CheckpointError, "scale-missing") as refused:
             find_target_runtime(open_target(folder), "transformers")
         assert f"{LAYER}.weight" in refused.value.message
 
@@ -217,9 +217,24 @@ class TestScales:
         settings = json.loads((folder / "config.json").read_text())
         settings["quantization_config"]["weight_block_size"] = [32, 16]
         (folder / "config.json").write_text(json.dumps(settings))
-        with refuses(UnsupportedError, "scale-blocks-differ") as refused:
+        with refuses(CheckpointError, "scale-blocks-differ") as refused:
             find_target_runtime(open_target(folder), "transformers")
         assert "[32, 16]" in refused.value.message
+
+    def test_names_that_transformers_does_not_read(self, folder: Path) -> None:
+        """With other names, transformers would load the weights without their scales."""
+        stored = load_file(folder / "model.safetensors")
+        renamed = {name.removesuffix("_inv"): stored[name] for name in stored if name.endswith("_scale_inv")}
+        edit(folder, **renamed, **{f"{name}_inv": None for name in renamed})
+        with refuses(UnsupportedError, "scale-name") as refused:
+            find_target_runtime(open_target(folder), "transformers")
+        assert "weight_scale_inv" in refused.value.message
+
+    def test_values_that_no_scale_has(self, folder: Path) -> None:
+        name = f"{LAYER}.weight_scale_inv"
+        edit(folder, **{name: -load_file(folder / "model.safetensors")[name]})
+        with refuses(CheckpointError, "scale-invalid", field=name):
+            host(folder)
 
     @pytest.mark.parametrize(
         ("shape", "grid", "block", "is_right"),
@@ -241,6 +256,103 @@ class TestScales:
     )
     def test_blocks(self, shape: Any, grid: Any, block: Any, is_right: bool) -> None:
         assert target_quantization._divides(shape, grid, block) is is_right
+
+
+@needs_compressed
+class TestCompressed:
+    """compressed-tensors reads a file without complaint if a scale is missing, or is stored as an exponent."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        quantise(tmp_path, "llama", pack_rows, COMPRESSED)
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("scales", "id"),
+        [(None, "scale-missing"), (torch.ones(3), "scale-blocks-differ"), (torch.ones(48, 1).int(), "scale-type")],
+    )
+    def test_scales(self, scales: torch.Tensor | None, id: str, folder: Path) -> None:
+        edit(folder, **{f"{LAYER}.weight_scale": scales})
+        with refuses(CheckpointError, id):
+            find_target_runtime(open_target(folder), "transformers")
+
+    def test_scales_that_it_misreads_are_noticed(self, folder: Path) -> None:
+        stored = load_file(folder / "model.safetensors")
+        scales = {name: item for name, item in stored.items() if name.endswith("_scale")}
+        edit(folder, **{name: item.log2().ceil().exp2().to(torch.float8_e8m0fnu) for name, item in scales.items()})
+        with refuses(CheckpointError, "weights-loaded-without-scale"):
+            host(folder)
+
+    def test_a_scheme_that_contradicts_the_weights(self, folder: Path) -> None:
+        settings = json.loads((folder / "config.json").read_text())
+        settings["quantization_config"]["config_groups"]["group_0"]["weights"]["type"] = "int"
+        (folder / "config.json").write_text(json.dumps(settings))
+        with refuses(CheckpointError, "scale-of-other-type", found="F8_E4M3", expected="I8"):
+            find_target_runtime(open_target(folder), "transformers")
+
+    def test_no_scheme(self, folder: Path) -> None:
+        settings = json.loads((folder / "config.json").read_text())
+        settings["quantization_config"]["config_groups"] = {}
+        (folder / "config.json").write_text(json.dumps(settings))
+        with refuses(InvalidConfig, "invalid-config", field="quantization_config.config_groups"):
+            find_target_runtime(open_target(folder), "transformers")
+
+    def test_scales_of_activations_and_of_a_kv_cache_change_nothing(self, folder: Path) -> None:
+        """Dequantised weights multiply plain activations. KV keeps the dtype of the run."""
+        text = random_prompts((9,), 97)[0]
+        wanted = read_features(host(folder), placement(), 16, text, [0, 2])
+        stored = load_file(folder / "model.safetensors")
+        owners = [name.removesuffix("weight_scale") for name in stored if name.endswith("weight_scale")]
+        more = {f"{owner}input_scale": torch.tensor([0.02]) for owner in owners}
+        names = ("k_scale", "v_proj.output_scale", "prob_scale")
+        more |= {f"model.layers.1.self_attn.{name}": torch.tensor(0.5) for name in names}
+        edit(folder, **more)
+        assert torch.equal(read_features(host(folder), placement(), 16, text, [0, 2]), wanted)
+
+
+def test_weights_that_are_not_numbers_are_named(tmp_path: Path) -> None:
+    make_model(tmp_path, "gemma2")
+    name = "model.layers.2.mlp.up_proj.weight"
+    edit(tmp_path, **{name: torch.full_like(load_file(tmp_path / "model.safetensors")[name], torch.nan)})
+    with refuses(CheckpointError, "non-finite-logits", path=tmp_path):
+        load_target(open_target(tmp_path), placement(), "auto")
+
+
+PACKED_EXPERTS = "model.layers.1.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize("runtime", ["auto", pytest.param("transformers", marks=unpacks_wide)])
+class TestExponents:
+    """Numbers and scales of MXFP4 are bytes, and the byte 255 is no scale."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        pack_experts(tmp_path, make_model(tmp_path, "gpt_oss", **MIXED, num_local_experts=2, intermediate_size=64))
+        return tmp_path
+
+    @pytest.mark.parametrize("kind", [torch.float32, torch.int32, torch.float8_e8m0fnu], ids=str)
+    @pytest.mark.parametrize("part", ["blocks", "scales"])
+    def test_another_type(self, part: str, kind: torch.dtype, runtime: str, folder: Path) -> None:
+        name = f"{PACKED_EXPERTS}_{part}"
+        stored = load_file(folder / "model.safetensors")[name]
+        edit(folder, **{name: stored.view(kind) if kind.itemsize == 1 else stored.to(kind)})
+        with refuses(CheckpointError, "weight-type", field=name, expected="U8"):
+            find_target_runtime(open_target(folder), runtime)
+
+    def test_no_number(self, runtime: str, folder: Path) -> None:
+        name = f"{PACKED_EXPERTS}_scales"
+        scales = load_file(folder / "model.safetensors")[name]
+        scales.view(-1)[-1] = 255
+        edit(folder, **{name: scales})
+        with refuses(CheckpointError, "scale-invalid", path=folder, field=name):
+            load_target(open_target(folder), placement(), runtime)
+
+    def test_no_packed_experts(self, runtime: str, folder: Path) -> None:
+        packed = [name for name in load_file(folder / "model.safetensors") if name.endswith(("_blocks", "_scales"))]
+        edit(folder, **dict.fromkeys(packed))
+        with pytest.raises((TensorMismatch, UnsupportedError)) as refused:
+            load_target(open_target(folder), placement(), runtime)
+        assert refused.value.id == ("tensor-mismatch" if runtime == "auto" else "quantization-without-weights")
 
 
 UNKNOWN, FETCHES, NEEDS = "quantization-unknown", "quantization-fetches-code", "quantization-needs-package"
