@@ -93,7 +93,7 @@ class ConversionRequest(ForceOptions, ReadingOptions):
         Literal["fp8"] | None,
         Option(
             help="fp8 rounds fc, o and the feed-forward of each layer to 8-bit floats with a scale per 128 x 128 "
-            "numbers. q, k, v and the head stay as they are. Default: no rounding."
+            "numbers. q, k, v and the head stay as they are, with --to sglang fc too. Default: no rounding."
         ),
     ] = None  # fmt: skip
     quantize_all: Annotated[

@@ -83,14 +83,14 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
     carried = kept_keys(draft, spec, result)
     if spec.quantize is not None:
         _refuse_unquantisable(result)
-        carried["quantization_config"] = quantization_config(has_all=spec.quantizes_all)
+        carried["quantization_config"] = quantization_config(has_all=spec.quantizes_all, has_fc=result.packs_fc)
     if draft.quantization is None:
         config, type_warnings = with_stored_type(config, tensors)
         config_warnings = [*config_warnings, *type_warnings]
     with naming_file(draft.checkpoint.config_path):
         config, config_json, reader_warnings = _state(config, carried, result)
     if spec.quantize is not None:
-        tensors = in_fp8(draft, tensors, spec.target, has_all=spec.quantizes_all)
+        tensors = in_fp8(draft, tensors, spec.target, has_all=spec.quantizes_all, has_fc=result.packs_fc)
     tensors, config_json = with_vector_types(draft, tensors, config_json, result)
     if spec.is_repair:
         config_json = _without_causality(draft, config, config_json, result)

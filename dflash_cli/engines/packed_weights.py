@@ -12,6 +12,7 @@ from dflash_cli.rules.subject import BODY_SIZES, WEIGHTS, Subject, stand_in
 from dflash_cli.rules.themes.tensors import FLOATS
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.layout import body_shapes
+from dflash_runtime.checkpoint.stated_quantization import is_block
 from dflash_runtime.json_values import as_object, is_int
 
 KEY = "quantization_config"
@@ -42,14 +43,18 @@ class PackedLoad:
 
 def is_packed(subject: Subject) -> bool:
     """Whether a DFlash draft states packed weights, or has a matrix of another type than floats."""
-    stated = (item.value for item in subject.stated.statements(KEY))
     of_matrices = (
         info.dtype not in FLOATS
         for name, info in (subject.tensors or {}).items()
         if name.startswith(("layers.", "fc."))
     )
-    is_stated = any(value not in (None, {}) for value in stated) or QUANTIZATION_FILE in subject.files
-    return subject.format.family == Format.family and (is_stated or any(of_matrices))
+    return subject.format.family == Format.family and (states_packing(subject) or any(of_matrices))
+
+
+def states_packing(subject: Subject) -> bool:
+    """Whether the config of a draft, or Model-Optimizer's file, says that the weights are packed."""
+    stated = (item.value for item in subject.stated.statements(KEY))
+    return any(value not in (None, {}) for value in stated) or QUANTIZATION_FILE in subject.files
 
 
 def matrices(found: Mapping[str, Any], num_taps: int) -> dict[str, tuple[int, int]]:
@@ -233,6 +238,9 @@ def _scheme(weights: Mapping[str, Any], inputs: Any, form: Any) -> PartsOf | Non
     if bits == 8 and form in ("float-quantized", "int-quantized") and strategy in ("channel", "tensor"):
         more = () if as_object(inputs).get("dynamic") else ("input_scale",)
         return with_scale("weight_scale", lambda rows, columns: (rows, 1) if strategy == "channel" else SCALAR, *more)
+    block: Any = weights.get("block_structure")
+    if bits == 8 and form == "float-quantized" and strategy == "block" and is_block(block):
+        return by_block("weight_scale", (block[0], block[1]))
     return None
 
 

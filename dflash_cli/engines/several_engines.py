@@ -338,7 +338,10 @@ def engine_reads_what_is_stated(subject: Subject) -> Iterator[Problem]:
 @check(
     "S42",
     effect="the engine leaves scales at random values, or takes packed numbers for plain ones",
-    fix="list the plain modules by the engine's names, or convert the unpacked draft; then dflash validate {draft}",
+    fix=(
+        "list the plain modules by the engine's names, or convert the unpacked draft, with --to sglang for a plain fc; "
+        "then dflash validate {draft}"
+    ),
     source="tests/golden/quantised_verdicts.json",
     engines=EVERY,
     outcome="drops",

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from dflash_cli.engines.engine_reading import EngineReading
+from dflash_cli.engines.packed_weights import states_packing
 from dflash_cli.engines.serving_engine import (
     ENGINES,
     Habit,
@@ -237,7 +238,7 @@ def sglang_scales_no_embedding(subject: Subject) -> Iterator[Problem]:
 )
 def target_packing_is_not_inherited(subject: Subject) -> Iterator[Problem]:
     """A draft with plain weights is not quantised like its target."""
-    if subject.target is not None and subject.target.quantization is not None:
+    if subject.target is not None and subject.target.quantization is not None and not states_packing(subject):
         yield Problem(f"target {CONFIG_FILE}:quantization_config", "the target is packed, the draft is not")
 
 
@@ -279,6 +280,7 @@ class Sglang(EngineNative):
     title: ClassVar[str] = f"DFlash, native dialect for {NEWEST}"
     priority: ClassVar[int] = 201
     engine: ClassVar[str] = NAME
+    packs_fc: ClassVar[bool] = False
     style_flags: ClassVar[frozenset[str]] = frozenset({"use_gemma_norm", "is_neox_style", "rope_is_neox_style"})
     unstated: ClassVar[frozenset[str]] = frozenset({"verifier", "target_hidden_size", *IGNORED_SCALES})
 

@@ -104,6 +104,7 @@ class Format(ABC):
     derives_inverse     whether they ask for t2d, the inverse of the id map d2t
     style_flags         keys on norms and rope that all of them follow (see STYLE_FLAGS)
     allows_packed       whether packed weights of another dialect can be written in it
+    packs_fc            whether they read `fc` in FP8
     one_file            the name of the file that holds both the config and the weights; empty if each has files
     vector_type_key     the key for the type that vectors had before; its readers need vectors in F32
     ignored_settings    last parts of keys that `unread` lists and that no engine reads, so that a conversion drops them
@@ -148,6 +149,7 @@ class Format(ABC):
     style_flags: ClassVar[frozenset[str]] = frozenset()
     ignored_settings: ClassVar[frozenset[str]] = frozenset()
     allows_packed: ClassVar[bool] = True
+    packs_fc: ClassVar[bool] = True
     one_file: ClassVar[str] = ""
     vector_type_key: ClassVar[str] = ""
 
