@@ -105,6 +105,7 @@ class RemoteCheckpoint(Checkpoint):
         self.config = self._read_json("config.json")
         self._tensors: dict[str, TensorInfo] | None = None
         self._metadata: dict[str, str] = {}
+        self._optional: dict[str, dict[str, Any]] = {}
 
     @property
     def file_names(self) -> frozenset[str]:
@@ -134,7 +135,9 @@ class RemoteCheckpoint(Checkpoint):
         )
 
     def read_optional_json(self, name: str) -> dict[str, Any] | None:
-        return self._read_json(name) if name in self.repo.files else None
+        if name in self.repo.files and name not in self._optional:
+            self._optional[name] = self._read_json(name)
+        return self._optional.get(name)
 
     def _read_json(self, name: str) -> dict[str, Any]:
         path = self.path / name

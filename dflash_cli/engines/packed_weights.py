@@ -12,7 +12,7 @@ from dflash_cli.rules.subject import BODY_SIZES, WEIGHTS, Subject, stand_in
 from dflash_cli.rules.themes.tensors import FLOATS
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.layout import body_shapes
-from dflash_runtime.checkpoint.stated_quantization import is_block
+from dflash_runtime.checkpoint.stated_quantization import block_structure, is_block
 from dflash_runtime.json_values import as_object, is_int
 
 KEY = "quantization_config"
@@ -238,7 +238,7 @@ def _scheme(weights: Mapping[str, Any], inputs: Any, form: Any) -> PartsOf | Non
     if bits == 8 and form in ("float-quantized", "int-quantized") and strategy in ("channel", "tensor"):
         more = () if as_object(inputs).get("dynamic") else ("input_scale",)
         return with_scale("weight_scale", lambda rows, columns: (rows, 1) if strategy == "channel" else SCALAR, *more)
-    block: Any = weights.get("block_structure")
+    block = block_structure(weights)
     if bits == 8 and form == "float-quantized" and strategy == "block" and is_block(block):
         return by_block("weight_scale", (block[0], block[1]))
     return None

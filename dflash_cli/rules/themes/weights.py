@@ -7,6 +7,7 @@ from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
 from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_cli.rules.themes.tensors import FLOATS
 from dflash_cli.rules.themes.unpacked import num_levels
+from dflash_runtime.checkpoint.scaled_weights import is_scale
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,7 @@ HEADROOM = 1 / 8
     fact="zeros",
 )
 def values_are_sane(subject: Subject) -> Iterator[Problem]:
-    """Weights are finite, no tensor is all zeros, and no norm weight is near zero."""
+    """Weights are finite, no tensor is all zeros, scales are positive, and no norm weight is near zero."""
     import torch
 
     zero_biases = []
@@ -50,6 +51,8 @@ def values_are_sane(subject: Subject) -> Iterator[Problem]:
                 zero_biases.append(name)
             else:
                 yield Problem(location, "every value is zero")
+        elif is_scale(name) and not bool((tensor > 0).all()):
+            yield Problem(location, f"a scale of {float(tensor.min()):g}, expected positive numbers")
         elif "norm" in name and float(tensor.abs().max()) < NORM_LIMIT:
             effect = "the norm passes almost nothing on, unless later weights make up for it"
             yield Problem(location, f"every value is below {NORM_LIMIT:g}", effect, severity="warning")

@@ -26,6 +26,9 @@ QUANTIZATION_FILE = "hf_quant_config.json"
 """File in which Model-Optimizer states how it quantised the weights."""
 
 
+NO_STATEMENT = "config.json states no quantization_config: copy it from the repository of these weights"
+
+
 class CanonicalCheckpoint(Checkpoint):
     """A view on `stored`. For quantised weights, which keep their own shapes, `config` is None.
 
@@ -78,6 +81,9 @@ class CanonicalCheckpoint(Checkpoint):
     def file_names(self) -> frozenset[str]:
         return self.stored.file_names
 
+    def read_optional_json(self, name: str) -> dict[str, Any] | None:
+        return self.stored.read_optional_json(name)
+
     def stored_rows(self, name: str) -> StoredRows:
         canonical = self.tensors[name].name  # fills the table first
         return self._stored_rows[canonical]
@@ -120,7 +126,7 @@ def find_quantization(stored: Checkpoint, *, has_headers: bool = True) -> str | 
         for key in PACKING:
             if config.get(key):
                 return key
-    if (stored.path / QUANTIZATION_FILE).exists():
+    if QUANTIZATION_FILE in stored.file_names:
         return QUANTIZATION_FILE
     for name, info in stored.tensors.items() if has_headers else ():
         if name.endswith(".scales") and f"{name.removesuffix('scales')}biases" in stored.tensors:
@@ -139,13 +145,15 @@ def refuse_packed(path: Path, quantization: str | None) -> None:
         UnsupportedError: the weights are quantised.
     """
     if quantization is not None:
+        engine = "run it in an engine that reads this quantization"
+        is_stated = not (quantization.startswith("the tensor ") or " is " in quantization)
         raise UnsupportedError(
             f"quantised weights ({quantization}), which this runtime does not run",
             id="quantised-weights",
             path=path,
             found=quantization,
             expected="plain weights",
-            hint="run it in an engine that reads this quantization, or pass the weights it was made from",
+            hint=f"{engine if is_stated else NO_STATEMENT}, or pass the weights it was made from",
         )
 
 

@@ -27,7 +27,13 @@ from dflash_runtime.checkpoint.scaled_weights import (
     malformed,
     scales_of,
 )
-from dflash_runtime.checkpoint.stated_quantization import CONFIG_KEY, check_statements, is_block, stated_quantization
+from dflash_runtime.checkpoint.stated_quantization import (
+    CONFIG_KEY,
+    block_structure,
+    check_statements,
+    is_block,
+    stated_quantization,
+)
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.json_values import as_object
 
@@ -84,7 +90,10 @@ def refuse_unless_fp8(checkpoint: Checkpoint, *, has_headers: bool = True) -> Fp
         names = fp8_matrices(checkpoint, checkpoint.tensors)
         if not names:
             text = f"its config states FP8 weights ({found.method}), but no matrix is in FP8"
-            raise UnsupportedError(text, id="quantization-without-weights", path=checkpoint.path, field=CONFIG_KEY)
+            raise UnsupportedError(
+                text, id="quantization-without-weights", path=checkpoint.path, field=CONFIG_KEY,
+                hint=f"remove {CONFIG_KEY} if the weights are plain",
+            )  # fmt: skip
         _check_joined(checkpoint, names)
     return found
 
@@ -175,7 +184,8 @@ def _check_joined(checkpoint: Checkpoint, names: Mapping[str, Fp8Names]) -> None
     mixed = next((group for group, found in kinds.items() if len(found) > 1), None)
     if mixed is not None:
         text = f"{mixed}: some parts are in FP8 and some are plain, and this runtime multiplies them together"
-        raise UnsupportedError(text, id="fp8-parts-differ", path=checkpoint.path, field=mixed)
+        hint = "store all of these parts in FP8, or all as plain weights"
+        raise UnsupportedError(text, id="fp8-parts-differ", path=checkpoint.path, field=mixed, hint=hint)
 
 
 def _joined_into(name: str) -> str | None:
@@ -215,7 +225,7 @@ def _read_scheme(group: Mapping[str, Any]) -> Fp8Format | None:
     weights, inputs = as_object(group.get("weights")), as_object(group.get("input_activations"))
     if as_object(group.get("output_activations")) or not _is_eight_bits(weights) or weights.get("dynamic"):
         return None
-    block = weights.get("block_structure") if weights.get("strategy") == "block" else None
+    block = block_structure(weights) if weights.get("strategy") == "block" else None
     if weights.get("strategy") not in ("tensor", "channel", "block") or (weights["strategy"] == "block") != is_block(
         block
     ):

@@ -1,5 +1,6 @@
 """Where a checkpoint states how its weights are quantised, and whether its statements agree. Needs no torch."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ MODELOPT = "modelopt"
 
 COMPARED = ("quant_method", "quant_algo", "fmt", "weight_block_size", "activation_scheme", "format", "config_groups")
 """Settings that two statements of one checkpoint must not state differently."""
+
+COUNT = re.compile(r"[0-9]{1,9}")
 
 SCHEMES, FLOATS = ("dynamic", "static"), ("e4m3", "e5m2")
 """Values of `activation_scheme` and `fmt` of the method `fp8`."""
@@ -73,6 +76,13 @@ def _check_fp8(checkpoint: Checkpoint, stated: Mapping[str, Any]) -> None:
 def is_block(block: object) -> bool:
     """Whether a setting gives the rows and columns of blocks."""
     return isinstance(block, list) and len(block) == 2 and all(is_int(length) and length > 0 for length in block)
+
+
+def block_structure(weights: Mapping[str, Any]) -> Any:
+    """Return the block of a scheme of compressed-tensors, which some releases write as `128x128` instead of a list."""
+    stated = weights.get("block_structure")
+    parts = stated.split("x") if isinstance(stated, str) else []
+    return [int(part) for part in parts] if parts and all(map(COUNT.fullmatch, parts)) else stated
 
 
 def _configs(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -10,7 +10,13 @@ from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.fp8_format import check_grids, read_fp8_format
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.scaled_weights import E4M3, OTHER_SCALES, check_scaled, malformed, scales_of
-from dflash_runtime.checkpoint.stated_quantization import CONFIG_KEY, check_statements, is_block, stated_quantization
+from dflash_runtime.checkpoint.stated_quantization import (
+    CONFIG_KEY,
+    block_structure,
+    check_statements,
+    is_block,
+    stated_quantization,
+)
 from dflash_runtime.checkpoint.target_facts import MLX
 from dflash_runtime.errors import InvalidConfig, UnsupportedError
 from dflash_runtime.json_values import as_object, is_int
@@ -175,19 +181,32 @@ def _weight_schemes(stated: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def stated_block(stated: Mapping[str, Any]) -> Any:
     """Return the rows and columns of blocks that a config states, None without blocks."""
     schemes = _weight_schemes(stated)
-    return stated.get("weight_block_size") or (schemes[0].get("block_structure") if schemes else None)
+    return stated.get("weight_block_size") or (block_structure(schemes[0]) if schemes else None)
 
 
 def check_mxfp4(checkpoint: Checkpoint) -> None:
-    """Require that numbers and scales of MXFP4 are bytes.
+    """Require that numbers and scales of MXFP4 are bytes, with one scale for each block of numbers.
 
     Raises:
-        CheckpointError: another element type.
+        CheckpointError: another element type or shape, or numbers or scales are missing.
     """
-    for name, info in checkpoint.tensors.items():
-        if name.endswith(MXFP4_ENDS) and info.dtype != EXPONENT:
-            text = f"{info.name} is {info.dtype}, expected {EXPONENT}"
-            raise malformed(checkpoint, "weight-type", info.name, text, EXPONENT, info.dtype)
+    stored = checkpoint.tensors
+    for name, info in stored.items():
+        end = next((end for end in MXFP4_ENDS if name.endswith(end)), None)
+        if end is None:
+            continue
+        owner = name.removesuffix(end)
+        both = [stored.get(f"{owner}{item}") for item in MXFP4_ENDS]
+        if info.dtype != EXPONENT:
+            text = f"{name} is {info.dtype}, expected {EXPONENT}"
+            raise malformed(checkpoint, "weight-type", name, text, EXPONENT, info.dtype)
+        if both[0] is None or both[1] is None:
+            missing = f"{owner}{MXFP4_ENDS[both[0] is not None]}"
+            raise malformed(checkpoint, "scale-missing", missing, f"{missing} is missing beside {name}", missing)
+        if both[0].shape[:-1] != both[1].shape:
+            wanted = f"{list(both[1].shape)} and the bytes of a block"
+            text = f"{both[0].name} has shape {list(both[0].shape)}, expected {wanted}, as {both[1].name} has it"
+            raise malformed(checkpoint, "scale-blocks-differ", both[0].name, text, wanted, list(both[0].shape))
 
 
 def scaled_weights(checkpoint: Checkpoint, method: str = "fp8") -> Iterator[tuple[str, str]]:

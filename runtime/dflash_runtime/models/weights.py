@@ -47,7 +47,7 @@ def native_bytes(infos: Iterable[TensorInfo], dtype: torch.dtype, form: Fp8Forma
     """
     return sum(
         info.num_bytes + _num_scales(info.shape, form) * torch.float32.itemsize
-        if info.dtype == E4M3 and form is not None
+        if info.dtype == E4M3 and form is not None and len(info.shape) > 1
         else loaded_bytes([info], dtype)
         for info in infos
     )

@@ -18,6 +18,7 @@ from dflash_runtime.checkpoint.fp8_format import read_fp8_format
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.engine_config import EngineConfig
+from dflash_runtime.errors import CheckpointError
 from dflash_runtime.models.target import TargetEnds
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
@@ -31,6 +32,7 @@ from dflash_testing.pairs import (
     bundled_target_model,
     placement,
 )
+from dflash_testing.refusals import refuses
 
 
 @pytest.fixture(scope="module", params=["part", "all"])
@@ -162,6 +164,20 @@ def test_sglang_does_not_read_a_draft_in_fp8_as_plain(tmp_path: Path) -> None:
         for draft in (plain, packed)
     ]
     assert ["unquant" in command for command in commands] == [True, False]
+
+
+@pytest.mark.parametrize("value", [-0.1, 0.0, torch.nan])
+def test_a_scale_that_is_no_positive_number_is_reported(value: float, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    assert support.invoke("convert", "tiny", draft, "--to", "native", "--quantize", "fp8").code == 0
+    file = draft / "model.safetensors"
+    stored = load_file(file)
+    stored["fc.weight_scale"].view(-1)[0] = value
+    save_file(stored, file, {"format": "pt"})
+    findings = json.loads(support.invoke("validate", draft, "--level", "weights", "--json").out)["findings"]
+    assert any(item["id"] == "N13" and "fc.weight_scale" in item["location"] for item in findings)
+    with refuses(CheckpointError, "scale-invalid", path=draft, field="fc.weight_scale"):
+        load_draft(open_draft(draft).source, bundled_target_model(torch.float32), placement())
 
 
 def test_a_quantised_draft_is_not_rounded_again(draft: Path, tmp_path: Path) -> None:

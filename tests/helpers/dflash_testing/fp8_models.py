@@ -75,6 +75,9 @@ FORMS = {
     "compressed static": Form(pack_matrix, compressed(TENSOR, {**TENSOR, "dynamic": False}), fixed=FIXED),
     "compressed tensor": Form(pack_matrix_alone, compressed(TENSOR, TOKEN)),
     "compressed blocks": Form(pack_named_blocks, compressed(BLOCKS, GROUP), BLOCK),
+    "compressed blocks, as text": Form(
+        pack_named_blocks, compressed({**BLOCKS, "block_structure": f"{BLOCK}x{BLOCK}"}, GROUP), BLOCK
+    ),
     "compressed weights": Form(pack_rows, compressed(ROW, None), rounds=False),
     "matrices": Form(pack_matrix_alone, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
     "static": Form(pack_matrix, {"quant_method": "fp8", "activation_scheme": "static"}, fixed=FIXED),

@@ -339,6 +339,18 @@ class TestExponents:
         with refuses(CheckpointError, "weight-type", field=name, expected="U8"):
             find_target_runtime(open_target(folder), runtime)
 
+    @pytest.mark.parametrize("part", ["blocks", "scales"])
+    def test_one_of_both_alone(self, part: str, runtime: str, folder: Path) -> None:
+        edit(folder, **{f"{PACKED_EXPERTS}_{part}": None})
+        with refuses(CheckpointError, "scale-missing", field=f"{PACKED_EXPERTS}_{part}"):
+            find_target_runtime(open_target(folder), runtime)
+
+    def test_scales_of_other_blocks(self, runtime: str, folder: Path) -> None:
+        name = f"{PACKED_EXPERTS}_scales"
+        edit(folder, **{name: load_file(folder / "model.safetensors")[name].repeat_interleave(2, -1)})
+        with refuses(CheckpointError, "scale-blocks-differ", field=f"{PACKED_EXPERTS}_blocks"):
+            find_target_runtime(open_target(folder), runtime)
+
     def test_no_number(self, runtime: str, folder: Path) -> None:
         name = f"{PACKED_EXPERTS}_scales"
         scales = load_file(folder / "model.safetensors")[name]
