@@ -41,12 +41,13 @@ def scales_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield each weight with each of its scales, and with the scale of its input."""
     stored = checkpoint.tensors
     for name in stored:
-        end = next((end for end in ENDS if name.endswith(end)), None)
-        if end is not None:
-            whole = name.removesuffix(end)
-            owner = whole if whole in stored else f"{whole}.weight"
-            if owner in stored and owner != name:
-                yield owner, name
+        if not name.endswith(ENDS):
+            continue
+        end = next(end for end in ENDS if name.endswith(end))
+        owner = name.removesuffix(end) + (".weight" if end.startswith(".") else "")
+        is_named_so = end in OTHER_SCALES and owner in stored and stored[owner].dtype not in PACKED_DTYPES
+        if owner in stored and not is_named_so:  # parts of plain models are called `scale` too
+            yield owner, name
 
 
 def check_scaled(checkpoint: Checkpoint, expected: str) -> None:

@@ -291,6 +291,14 @@ class TestRefusals:
         assert refused.value.expected
         assert refused.value.hint
 
+    def test_parts_of_models_with_the_names_of_scales_are_none(self, tmp_path: Path) -> None:
+        RoundedModel(tmp_path, "llama", FORMS["compressed rows"])
+        more = {"model.norm.scale": torch.ones(1), "model.embed_scale": torch.ones(1)}
+        edit(tmp_path, **more)
+        with refuses(UnsupportedError, "tensors-not-applied") as refused:
+            load_target(open_target(tmp_path), placement(), "native")
+        assert set(refused.value.found) == set(more)
+
     def test_a_fixed_scale_of_activations_with_another_shape(self, tmp_path: Path) -> None:
         RoundedModel(tmp_path, "llama", FORMS["static"])
         edit(tmp_path, **{f"{LAYER}.input_scale": torch.ones(3)})
