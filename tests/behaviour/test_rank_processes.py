@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -207,6 +208,25 @@ def test_ctrl_c_ends_the_command_and_its_processes() -> None:
     assert b"Traceback" not in said
     assert children
     assert not any(map(is_running, children))
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_wait_for_a_rank_that_hangs() -> None:
+    command = [sys.executable, "-m", "dflash_cli", "generate", "def f(x):", "-n", "1900", "--ignore-eos"]
+    options = ["--device", "cpu", "--tensor-parallel", "2"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1), "the answer begins"
+        (child,) = _children(process.pid)
+        os.kill(child, signal.SIGSTOP)
+        time.sleep(1)  # the step in flight now waits for the rank
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert b"Traceback" not in said
+    assert not is_running(child)
 
 
 def _children(pid: int) -> list[int]:

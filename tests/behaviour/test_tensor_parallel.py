@@ -4,6 +4,7 @@ All arithmetic is in float64, so sums over ranks change no choice.
 """
 
 import json
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,7 @@ FAMILIES: dict[str, tuple[str, Json]] = {
     "qwen3_moe, some layers dense": ("qwen3_moe", {"mlp_only_layers": [1]}),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss, packed": ("gpt_oss", {"hidden_size": 64, "intermediate_size": 192}),
+    "gpt_oss, packed, for one rank": ("gpt_oss", {"hidden_size": 64, "intermediate_size": 32}),
     "gemma4": ("gemma4_text", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
     "gemma4 with experts": (
         "gemma4_text",
@@ -281,6 +283,24 @@ def test_equal_ranks_are_compared(two: RankThreads, monkeypatch: pytest.MonkeyPa
         return len(looks)
 
     assert min(two.run(run)) >= 5
+
+
+def test_a_signal_ends_a_wait_for_a_rank(two: RankThreads) -> None:
+    """Here the signal of a timer, which Python handles as it handles Ctrl-C: in the main thread, outside of torch."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    first, second = two.ranks
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            first.total(torch.ones(1, 1, 4))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert second.total(torch.ones(1, 1, 4)).sum() == 8, "the exchange was under way"
 
 
 def test_numbers_and_values_are_agreed_on(two: RankThreads) -> None:

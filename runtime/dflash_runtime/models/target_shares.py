@@ -33,8 +33,11 @@ ADDED_ONCE = ("o_proj.bias", "down_proj.bias", "down_proj_bias")
 BY_IDS = ("embed_tokens.weight", "lm_head.weight")
 """Ends of the names of tensors with a row for each token id."""
 
-FILLED = ("_proj_blocks", "_proj_scales", "gate_up_proj_bias")
-"""Ends of the names of packed experts' tensors. Zeros may fill up the last rank's part."""
+FILLED = {
+    "gate_up_proj_blocks": 1, "gate_up_proj_scales": 1, "gate_up_proj_bias": 1,
+    "down_proj_blocks": 2, "down_proj_scales": 2,
+}  # fmt: skip
+"""Ends of the names of packed experts' tensors -> their split axis. Zeros fill up the part of a rank, or all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +120,11 @@ def cut_tensors(whole: Shapes, own: Shapes, ranks: Ranks, widths: Mapping[str, t
             cuts[name] = Cut(0, ((begin, end),))
             continue
         axes = [axis for axis, length in enumerate(shape) if own[name][axis] != length]
+        axes = axes or [axis for end, axis in FILLED.items() if name.endswith(end)]  # one rank has all of it
         assert len(axes) <= 1, "a tensor is split along one axis"
         if axes:
             axis, length = axes[0], own[name][axes[0]]
-            if name.endswith(FILLED) and length * ranks.size > shape[axis]:
+            if name.endswith(tuple(FILLED)) and length * ranks.size > shape[axis]:
                 begin, end = (min(number * length, shape[axis]) for number in (ranks.rank, ranks.rank + 1))
                 cuts[name] = Cut(axis, ((begin, end),), num_missing=length - (end - begin))
             else:

@@ -40,6 +40,9 @@ ONE_SHOT_BYTES = 2 * 2**20
 PARTS_BYTES = 128 * 2**10
 """The largest message of several parts. Larger parts are added up first, which takes a launch of a few microseconds."""
 
+LOOK = timedelta(seconds=0.2)
+"""The time after which a wait in torch returns to Python."""
+
 REASON_S = 5.0
 """Seconds in which the reason arrives why another rank has ended, after its connection was lost."""
 
@@ -74,7 +77,7 @@ class GlooExchange:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """See `Exchange`."""
-        self._checked(lambda: self._group.allreduce([tensor]).wait())
+        self._checked(lambda: _wait_for(self._group.allreduce([tensor])))
         return tensor
 
     def rooms_for(self, parts: Tensor) -> None:
@@ -84,7 +87,7 @@ class GlooExchange:
         """See `Exchange`."""
         found = tensor.new_empty((self._size, *tensor.shape))
         if tensor.numel():
-            self._checked(lambda: self._group.allgather([list(found)], [tensor]).wait())
+            self._checked(lambda: _wait_for(self._group.allgather([list(found)], [tensor])))
         return found
 
     def _checked(self, call: Callable[[], Any]) -> Any:
@@ -94,6 +97,14 @@ class GlooExchange:
             reason = self._explain(REASON_S)
             text = str(error).strip().split("\n")[0]
             raise reason or PeerUnreachable(f"another rank has ended: {text}", id=ENDED) from error
+
+
+def _wait_for(work: Any) -> None:
+    """Wait for an exchange, and return to Python from time to time: only there a signal such as Ctrl-C is noticed."""
+    while not work.is_completed():
+        with suppress(RuntimeError):  # not completed in time, or its error, which the last call raises again
+            work.wait(LOOK)
+    work.wait()
 
 
 class NcclExchange:
