@@ -16,7 +16,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels")]
 
 from dflash_runtime.checkpoint.decoder_values import COUNTS, rope_kinds
-from dflash_runtime.checkpoint.hosted_refusals import DECIDING_KEYS
+from dflash_runtime.checkpoint.hosted_refusals import DECIDING_KEYS, SIZES_OF_LAYERS
 
 
 def value_of(text: Any, key: str) -> Any:
@@ -40,7 +40,13 @@ def traits(text: Any) -> dict[str, Any]:
         **({"layer_types": sorted(set(kinds))} if kinds else {}),
         **({"rope_kinds": kinds} if (kinds := sorted(rope_kinds(text))) else {}),
         **({"per_layer_attributes": sorted(differing)} if differing else {}),
+        **({"dropped": dropped} if differing and (dropped := dropped_sizes(type(text))) else {}),
     }
+
+
+def dropped_sizes(kind: Any) -> list[str]:
+    """The keys for sizes of some layers that a config class replaces by sizes of each layer."""
+    return [key for key in SIZES_OF_LAYERS if value_of(kind(**{key: 24}), key) is None]
 
 
 def own_names(text: Any) -> dict[str, str]:

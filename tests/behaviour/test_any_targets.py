@@ -119,6 +119,26 @@ def test_a_native_family_with_other_layers_runs_by_transformers(
         load_target(open_target(tmp_path), placement(), "native")
 
 
+@pytest.mark.parametrize(
+    ("changes", "runtime"),
+    [
+        ({"global_head_dim": 16}, "transformers"),
+        ({"global_head_dim": 15}, "transformers-cache"),
+        ({"per_layer_config": {"1": {"head_dim": 15}, "3": {"head_dim": 15}}}, "transformers-cache"),
+        ({"per_layer_config": {}}, "transformers"),
+        ({"num_attention_heads": 32, "num_key_value_heads": 4, "global_head_dim": 16}, "transformers"),
+    ],
+    ids=str,
+)
+def test_layers_with_heads_of_two_sizes(changes: dict[str, Any], runtime: str, tmp_path: Path) -> None:
+    """As published, Gemma 4 E2B states the head size of full layers once. transformers writes it for each of them."""
+    make_model(tmp_path, "gemma4_text")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["per_layer_config"]
+    support.write_config(tmp_path, {**config, **changes})
+    assert one_answer(tmp_path).runtime == runtime
+
+
 def test_native_rope_types_are_those_with_a_computation() -> None:
     assert set(NATIVE_ROPES) == set(rope.KINDS)
 

@@ -4,6 +4,7 @@
 chunks of prompts, preemption, the prefix cache and hand-offs, and its steps equal a loop over transformers' own model.
 """
 
+import json
 import math
 from collections.abc import Callable
 from copy import deepcopy
@@ -252,6 +253,16 @@ def test_the_text_part_of_a_multimodal_model_is_native(kind: str, tmp_path: Path
     assert [list(output.token_ids) for output in outputs] == compared.texts(given)
 
 
+def test_full_layers_may_have_the_heads_of_the_others(tmp_path: Path) -> None:
+    """transformers writes an empty `per_layer_config` then."""
+    model = make_model(tmp_path, "gemma4_text", **{**GEMMA4, "global_head_dim": 8, "num_global_key_value_heads": 2})
+    assert json.loads((tmp_path / "config.json").read_text())["per_layer_config"] == {}
+    compared = Compared(model, load_target(open_target(tmp_path), placement()))
+    given = compared.prompts(3, 30)
+    outputs = random_llm(compared.target, compared.draft(), NUM_DRAFTS, max_num_requests=2).generate(given, PARAMS)
+    assert [list(output.token_ids) for output in outputs] == compared.texts(given)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -259,6 +270,9 @@ def test_the_text_part_of_a_multimodal_model_is_native(kind: str, tmp_path: Path
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"layer_types": ["full_attention", *["sliding_attention"] * 59]}, "layer_types"),
+        ({"per_layer_config": {"5": {"head_dim": 512, "rms_norm_eps": 0.5}}}, "per_layer_config"),
     ],
 )
 def test_parts_that_no_native_family_computes_are_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -277,6 +291,7 @@ def test_parts_that_no_native_family_computes_are_named(changes: dict[str, Any],
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
         ({"global_head_dim": "wide"}, "global_head_dim"),
         ({"per_layer_config": {"00": {"head_dim": 16}}}, "per_layer_config"),
+        ({"per_layer_config": {str(6 * n + 5): {"head_dim": 2 * n + 2} for n in range(10)}}, "per_layer_config"),
         ({"per_layer_config": {"1" * 5000: {"head_dim": 16}}}, "per_layer_config"),
     ],
 )

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dflash_runtime.checkpoint.hf_config import FULL
+from dflash_runtime.checkpoint.hf_config import FULL, PER_LAYER
 from dflash_runtime.checkpoint.layer_kinds import LISTS
 from dflash_runtime.json_values import as_object, is_int
 
@@ -41,6 +41,8 @@ class RecordedConfig:
         self._defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._defaults.get("dropped", ()):
+            return None
         for key in (name, self._defaults.get("names", {}).get(name)):
             if key in self._stated:
                 return self._stated[key]
@@ -62,9 +64,28 @@ class RecordedConfig:
         return {"rope_type": stated.get("type"), **stated}
 
     @property
+    def is_heterogeneous(self) -> bool:
+        """Whether layers may differ."""
+        return bool(self._changes)
+
+    @property
+    def per_layer_config(self) -> "tuple[RecordedConfig, ...]":
+        """The config of a usual layer, and of each layer that differs."""
+        whole = {key: value for key, value in self._stated.items() if key != PER_LAYER}
+        return tuple(RecordedConfig(self.model_type, {**whole, **item}, {}) for item in ({}, *self._changes))
+
+    @property
+    def _changes(self) -> tuple[Mapping[str, Any], ...]:
+        """The keys of layers that differ. A class with a dropped key makes them from it."""
+        if isinstance(self._stated.get(PER_LAYER), dict):
+            return tuple(map(as_object, self._stated[PER_LAYER].values()))
+        sizes = (self._stated.get(key) for key in self._defaults.get("dropped", ()))
+        return tuple({"head_dim": size} for size in sizes if size is not None)
+
+    @property
     def per_layer_attributes(self) -> set[str]:
         """Attributes that differ between layers."""
-        layers = as_object(self._stated.get("per_layer_config")).values()
+        layers = as_object(self._stated.get(PER_LAYER)).values()
         return {key for layer in layers for key in as_object(layer)} | {*self._defaults.get("per_layer_attributes", ())}
 
 
@@ -99,6 +120,15 @@ def ropes_of(text: "DecoderConfig") -> tuple[Mapping[str, Any], ...]:
 def rope_kinds(text: "DecoderConfig") -> set[str]:
     """Return the rope types of a decoder, if their frequencies depend on the longest text in a call."""
     return {rope["rope_type"] for rope in ropes_of(text) if rope.get("rope_type") in WITHOUT_ONE_FREQUENCY}
+
+
+def head_sizes(text: "DecoderConfig") -> set[int]:
+    """Return the sizes of heads in all layers."""
+    if latent := latent_size(text):
+        return {latent}
+    layers: Any = text.per_layer_config if getattr(text, "is_heterogeneous", False) else (text,)
+    usual = count_of(text, "hidden_size", 1) // count_of(text, "num_attention_heads", 1)
+    return {count_of(layer, "head_dim", usual) for layer in layers}
 
 
 def latent_size(text: "DecoderConfig") -> int | None:

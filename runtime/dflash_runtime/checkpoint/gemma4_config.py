@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.hf_config import (
+    PER_LAYER,
     common_facts,
     foreign_parts,
     not_run,
@@ -22,7 +23,10 @@ from dflash_runtime.target_config import ExpertsConfig, GemmaConfig, TargetConfi
 GEMMA4 = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 """Model types of Gemma 4: the text part alone, and the multimodal models."""
 
-KNOWN = ("multimodal", "experts", "scaled attention", "another rope for each kind of layer (rope_parameters)")
+KNOWN = (
+    "multimodal", "experts", "scaled attention", "another rope for each kind of layer (rope_parameters)",
+    "layers that differ",
+)  # fmt: skip
 """Parts of a decoder, as `foreign_parts` names them, that such a target may have."""
 
 USUAL: Mapping[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
@@ -33,6 +37,10 @@ INPUTS, USUAL_INPUTS = "hidden_size_per_layer_input", 256
 
 USUAL_FULL_HEAD = 512
 """Head size of full layers if a config states none. Source: transformers' Gemma4TextConfig."""
+
+
+MAY_DIFFER = frozenset({"num_key_value_heads", "head_dim"})
+"""Keys in which full layers may differ from the others."""
 
 
 def read_gemma4_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
@@ -79,10 +87,16 @@ def _parts_not_run(text: Mapping[str, Any], model_type: str) -> Iterator[str]:
         yield f"inputs of each layer ({INPUTS})"
     if text.get("num_kv_shared_layers"):
         yield "layers that share keys and values (num_kv_shared_layers)"
-    if text.get("use_bidirectional_attention") == "all":
+    if text.get("use_bidirectional_attention") not in (None, False, "vision"):
         yield "attention to later tokens (use_bidirectional_attention)"
     if text.get("attention_bias"):
         yield "biases (attention_bias)"
+    others = {key for item in as_object(text.get(PER_LAYER)).values() for key in as_object(item)} - MAY_DIFFER
+    if others:
+        yield f"layers that differ in {', '.join(sorted(others))} ({PER_LAYER})"
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list) and kinds and kinds[-1] != "full_attention":
+        yield "a last layer that slides, while transformers reads it as full (layer_types)"
 
 
 def _read_ropes(text: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -99,15 +113,19 @@ def _full_heads(
     text: Mapping[str, Any], body: Mapping[str, Any], full: tuple[int, ...], path: Path
 ) -> dict[int, tuple[int, int]]:
     """Return KV heads and head size of full layers, in either spelling."""
-    usual, stated = (body["num_kv_heads"], body["head_dim"]), as_object(text.get("per_layer_config"))
+    usual, stated = (body["num_kv_heads"], body["head_dim"]), as_object(text.get(PER_LAYER))
     if stated:
         changes = {layer: as_object(item) for key, item in stated.items() if (layer := as_index(key)) is not None}
         if len(changes) != len(stated) or changes.keys() != set(full):
-            raise InvalidConfig("per_layer_config", sorted(stated), "the number of every full layer", path=path)
+            raise InvalidConfig(PER_LAYER, sorted(stated), "the number of every full layer", path=path)
         shapes = {
             layer: (item.get("num_key_value_heads", usual[0]), item.get("head_dim", usual[1]))
             for layer, item in changes.items()
         }
+        if len(set(map(str, shapes.values()))) > 1:
+            raise InvalidConfig(PER_LAYER, stated, "the same sizes in every full layer", path=path)
+    elif isinstance(text.get(PER_LAYER), dict):  # no layer differs; transformers writes this
+        shapes = {}
     else:
         count = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v") else None
         shapes = dict.fromkeys(full, (count or usual[0], text.get("global_head_dim", USUAL_FULL_HEAD)))

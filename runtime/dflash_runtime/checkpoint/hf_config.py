@@ -13,11 +13,14 @@ from dflash_runtime.checkpoint.layer_kinds import KINDS
 from dflash_runtime.checkpoint.target_facts import decoder_config, read_depth, read_hidden_size, read_traits
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError
-from dflash_runtime.json_values import is_int, is_number
+from dflash_runtime.json_values import as_object, is_int, is_number
 from dflash_runtime.target_config import TargetConfig, TargetFacts
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+
+PER_LAYER = "per_layer_config"
+"""Key for the keys that differ between layers: the number of a layer -> its values."""
 
 BODY_KEYS = {
     "hidden_size": "hidden_size",
@@ -55,6 +58,7 @@ FOREIGN = {
     "scaled attention": ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     "layers run in loops": ("num_loops",),
     "partial rope": ("partial_rotary_factor",),
+    "layers that differ": (PER_LAYER,),
 }
 """Parts of a decoder that `TargetConfig` does not describe -> the keys of published configs that state them."""
 
@@ -127,12 +131,20 @@ def refuse_other_layers(config: TargetConfig, path: Path) -> None:
     Raises:
         UnsupportedError: another activation or rope type, or an odd head size.
     """
-    is_known = config.hidden_act in NATIVE_ACTIVATIONS
+    is_known = config.hidden_act in _native_activations(config)
     reasons = [] if is_known else [f"the activation {config.hidden_act} (hidden_act)"]
-    reasons += [f"rope type {config.rope.kind}"] if config.rope.kind not in NATIVE_ROPES else []
-    reasons += [f"an odd head size (head_dim {config.head_dim})"] if config.head_dim % 2 else []
+    ropes = (config.rope, *config.ropes.values())
+    reasons += [f"rope type {kind}" for kind in sorted({rope.kind for rope in ropes} - {*NATIVE_ROPES})]
+    sizes = sorted({size for _, size in config.kv_shapes if size % 2})
+    reasons += [f"an odd head size (head_dim {size})" for size in sizes]
     if reasons:
         raise not_run(config.model_type, *reasons, path=path)
+
+
+def _native_activations(config: TargetConfig) -> tuple[str, ...]:
+    """The activations that native layers compute. Convolutions and experts in FP8 compute silu alone."""
+    is_fp8 = config.experts is not None and config.experts.clamp is None and config.quantization is not None
+    return ("silu",) if config.recurrence is not None or is_fp8 else NATIVE_ACTIVATIONS
 
 
 def not_run(model_type: str, *reasons: str, id: str = "target-not-run", path: Path | None = None) -> UnsupportedError:
@@ -174,8 +186,9 @@ def foreign_parts(
     parts = [f"part of a multimodal model ({nested_in})"] if is_part else []
     kinds_in_words = f"layer_types {', '.join(sorted(foreign))}"
     parts += [kinds_in_words] if foreign and kinds_in_words not in known else []
+    rope = as_object(text.get("rope_parameters"))
     for words, keys in FOREIGN.items():
-        stated = next((key for key in keys if _says_something(text.get(key))), None)
+        stated = next((key for key in keys if _says_something(text.get(key, rope.get(key)))), None)
         if stated is not None and words not in known:
             parts.append(f"{words} ({stated})")
     if any(_varies_by_kind(text.get(key)) for key in ("rope_parameters", "rope_scaling")):

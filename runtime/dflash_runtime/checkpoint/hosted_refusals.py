@@ -10,6 +10,7 @@ from dflash_runtime.checkpoint.decoder_values import (
     WITHOUT_ONE_FREQUENCY,
     RecordedConfig,
     count_of,
+    head_sizes,
     latent_size,
     ropes_of,
     value_of,
@@ -22,6 +23,9 @@ from dflash_runtime.json_values import is_int
 if TYPE_CHECKING:
     from dflash_runtime.checkpoint.decoder_values import DecoderConfig
 
+SIZES_OF_LAYERS = ("global_head_dim", "swa_head_dim")
+"""Keys for the head size of some layers. Some config classes drop them, and state `head_dim` of each layer instead."""
+
 REFUSED_KEYS = {
     "attention to tokens that an index chooses": ("index_topk",),
     "chunked attention": ("attention_chunk_size",),
@@ -33,13 +37,13 @@ REFUSED_KEYS = {
         "mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "hybrid_override_pattern",
     ),
     "attention to later tokens": ("use_bidirectional_attention",),
-    "layers of different sizes": ("global_head_dim", "swa_head_dim"),
+    "layers of different sizes": SIZES_OF_LAYERS,
     "ALiBi": ("alibi",),
 }  # fmt: skip
 """Features that our attention or pages do not support -> the config attributes that state them."""
 
 MAY_DIFFER = frozenset({"head_dim", "num_key_value_heads"})
-"""Attributes that may differ between layers."""
+"""Attributes that may differ between layers over our pages."""
 
 ONLY_IMAGES = "vision"
 """Value of `use_bidirectional_attention` with which only tokens of images attend to later tokens."""
@@ -155,15 +159,14 @@ def _refusals(text: "DecoderConfig") -> Iterator[str]:
 
 
 def _odd_values(text: "DecoderConfig") -> Iterator[str]:
-    """Name values of another size than keys, and odd sizes, in a model with equal layers.
+    """Name odd sizes of heads, and values of another size than keys.
 
     Latent attention may have smaller values.
     """
     latent = latent_size(text)
-    usual = count_of(text, "hidden_size", 1) // count_of(text, "num_attention_heads", 1)
-    size = latent or count_of(text, "head_dim", usual)
-    if size % 2:
-        yield f"an odd head size ({size})"
+    odd = sorted(size for size in head_sizes(text) if size % 2)
+    if odd:
+        yield f"an odd head size ({', '.join(map(str, odd))})"
     width = value_of(text, "v_head_dim")
     if latent is not None and count_of(text, "v_head_dim", 0) > latent:
         yield "values larger than keys (v_head_dim)"

@@ -47,7 +47,8 @@ class Experts:
     biases: tuple[Tensor, Tensor] | None = None  # of `gate_up` [E, 2 F] and of `down` [E, hidden]
 
     @classmethod
-    def read(cls, weights: Weights, name: str, config: ExpertsConfig, kernels: Kernels) -> "Experts":
+    def read(cls, weights: Weights, name: str, config: ExpertsConfig, kernels: Kernels, gate: Gate = SILU) -> "Experts":
+        """Read a layer's experts. A clamped gate of their config replaces `gate`."""
         router = weights[f"{name}.gate.weight"]
         if config.num_shared:
             router = torch.cat((router, weights[f"{name}.shared_expert_gate.weight"]))
@@ -63,7 +64,7 @@ class Experts:
             config.has_normalised_scores,
             kernels,
             config.num_shared,
-            gate=SILU if config.clamp is None else Gate("clamped", config.clamp.alpha, config.clamp.limit),
+            gate=gate if config.clamp is None else Gate("clamped", config.clamp.alpha, config.clamp.limit),
             router_bias=weights.get(f"{name}.gate.bias"),
             biases=None if first is None or second is None else (first, second),
         )

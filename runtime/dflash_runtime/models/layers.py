@@ -345,7 +345,7 @@ def read_mlp(weights: Weights, name: str, config: TargetConfig | DraftConfig, ke
         )
     experts = config.experts if isinstance(config, TargetConfig) else None
     if experts is not None and f"{name}.gate.weight" in weights:
-        return Experts.read(weights, name, experts, kernels)
+        return Experts.read(weights, name, experts, kernels, GATES[config.hidden_act])
     return MLP.read(weights, name, kernels, GATES[config.hidden_act])
 
 

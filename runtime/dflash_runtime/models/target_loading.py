@@ -9,17 +9,18 @@ import torch
 
 from dflash_runtime.checkpoint.fp8_format import read_fp8_format
 from dflash_runtime.checkpoint.hosted_config import open_decoder, read_hosted_config, read_own_cache_config
+from dflash_runtime.checkpoint.layout import HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.runs_here import TargetRuntime, how_it_runs
 from dflash_runtime.checkpoint.target_quantization import read_quantization
-from dflash_runtime.errors import UnsupportedError, naming_file
+from dflash_runtime.errors import InvalidConfig, UnsupportedError, naming_file
 from dflash_runtime.models.expert_shapes import with_fused_experts
 from dflash_runtime.models.hosted import load_hosted
 from dflash_runtime.models.hosted_quantization import quantised_bytes
 from dflash_runtime.models.own_cache_trial import load_own_cache
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.rank_sizes import OPTION
-from dflash_runtime.models.target import Target, family_config, target_families, target_shapes
+from dflash_runtime.models.target import EMBEDDING, Target, family_config, target_families, target_shapes
 from dflash_runtime.models.target_shares import Cut, cut_info, cut_tensors, share_config
 from dflash_runtime.models.text_part import text_tensors
 from dflash_runtime.models.weights import load_weights, loaded_bytes, native_bytes
@@ -62,9 +63,28 @@ def load_target(source: TargetSource, placement: Placement, runtime: str = "nati
         return try_target(source, placement, found)
     family, ranks = target_families()[config.model_type], placement.ranks
     arrange = getattr(family, "arrange", None)
+    refuse_other_head(source, config)
     cuts = target_cuts(source, ranks)
     weights = load_weights(source.checkpoint, target_shapes(source), placement, arrange=arrange, cuts=cuts)
     return family(share_config(config, ranks.size), weights, placement)
+
+
+def refuse_other_head(source: TargetSource, config: TargetConfig) -> None:
+    """Refuse a stored head that differs from the embedding to which the config ties it.
+
+    transformers then computes with the stored head, and inference servers with the embedding.
+
+    Raises:
+        InvalidConfig: both are stored and differ.
+    """
+    checkpoint = source.checkpoint
+    if not config.tie_word_embeddings or HEAD not in checkpoint.tensors:
+        return
+    embedding = next(name for name in target_shapes(source) if name.endswith(EMBEDDING))
+    first, second = (dict(checkpoint.load_many([name], "cpu"))[name] for name in (embedding, HEAD))
+    if not torch.equal(first, second):
+        expected = f"false, since {HEAD} differs from {embedding}"
+        raise InvalidConfig("tie_word_embeddings", True, expected, path=checkpoint.config_path)
 
 
 def try_target(source: TargetSource, placement: Placement, runtime: TargetRuntime) -> Target:
