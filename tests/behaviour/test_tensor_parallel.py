@@ -52,7 +52,7 @@ FAMILIES: dict[str, tuple[str, Json]] = {
     "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen2": ("qwen2", {}),
     "llama with biases": ("llama", {"mlp_bias": True}),
-    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe": ("qwen3_moe", {"intermediate_size": 1}),  # no layer has this width
     "qwen3_moe, some layers dense": ("qwen3_moe", {"mlp_only_layers": [1]}),
     "gpt_oss": ("gpt_oss", {}),
     "gpt_oss, packed": ("gpt_oss", {"hidden_size": 64, "intermediate_size": 192}),

@@ -63,7 +63,9 @@ def check_sizes(config: TargetConfig, size: int) -> None:
 def _split_sizes(config: TargetConfig) -> dict[str, int]:
     """The sizes that ranks divide, by their keys in a config."""
     own, experts = config.recurrence, config.experts
-    sizes = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+    sizes = {"num_attention_heads": config.num_heads}
+    if experts is None or config.gemma is not None or len(experts.layers) < config.num_layers:
+        sizes["intermediate_size"] = config.intermediate_size  # otherwise no layer has this width
     if experts is not None:
         if config.quantization != MXFP4:
             sizes["moe_intermediate_size"] = experts.intermediate_size

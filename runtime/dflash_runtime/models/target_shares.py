@@ -96,7 +96,7 @@ def share_config(config: TargetConfig, size: int) -> TargetConfig:
         config,
         num_heads=config.num_heads // size,
         num_kv_heads=_share_of_kv(config.num_kv_heads, size),
-        intermediate_size=config.intermediate_size // size,
+        intermediate_size=max(1, config.intermediate_size // size),
         other_kv_shapes={layer: (_share_of_kv(n, size), dim) for layer, (n, dim) in config.other_kv_shapes.items()},
         recurrence=own,
         experts=experts,
