@@ -1,4 +1,6 @@
-"""300 random hybrid pairs in random engines: texts equal transformers' generation, and traces equal an uncached loop.
+"""Random pairs in random engines: texts equal transformers' generation, and traces equal an uncached loop.
+
+300 have hybrid targets, and 60 each are dense or with experts, Gemma 4, and gpt-oss.
 
 `pytest -m slow tests/behaviour/test_random_hybrids.py` runs all pairs. The loop runs the whole prefix through
 transformers' model anew for each step. A comparison ends where two logits are nearer than the rounding of float32.
@@ -22,8 +24,9 @@ from dflash_testing.plain_loop import Trace, trace_of
 from dflash_testing.preemption import run_preempted
 from dflash_testing.widths import RandomWidths
 
-NUM_CASES = 300
-SAMPLE = (0, 1, 2, 3)
+CASES = {"hybrid": (300, (0, 1, 2, 3)), "dense": (60, (0,)), "gemma4": (60, (0,)), "gpt_oss": (60, (0,))}
+"""Family -> the number of seeds, and the seeds that run by default."""
+
 ROUNDING = 1e-4
 """Correct programs in float32 differ by about 1e-5 in these logits."""
 
@@ -108,10 +111,15 @@ def compare_steps(request: Request, trace: Trace, num_tokens: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed in SAMPLE else pytest.mark.slow) for seed in range(NUM_CASES)]
+    ("family", "seed"),
+    [
+        pytest.param(family, seed, marks=() if seed in sample else pytest.mark.slow)
+        for family, (count, sample) in CASES.items()
+        for seed in range(count)
+    ],
 )
-def test_a_random_pair_equals_transformers(seed: int, folder: Path, record_property: Any) -> None:
-    seen = check(draw_case(seed), folder)
+def test_a_random_pair_equals_transformers(family: str, seed: int, folder: Path, record_property: Any) -> None:
+    seen = check(draw_case(seed, family), folder)
     for name, count in seen.items():
         record_property(name, count)
     assert seen["tokens"] > 0

@@ -253,6 +253,9 @@ def test_the_text_part_of_a_multimodal_model_is_native(kind: str, tmp_path: Path
     assert [list(output.token_ids) for output in outputs] == compared.texts(given)
 
 
+YARN_WITHOUT_TRUNCATION = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+
+
 def test_full_layers_may_have_the_heads_of_the_others(tmp_path: Path) -> None:
     """transformers writes an empty `per_layer_config` then."""
     model = make_model(tmp_path, "gemma4_text", **{**GEMMA4, "global_head_dim": 8, "num_global_key_value_heads": 2})
@@ -271,6 +274,10 @@ def test_full_layers_may_have_the_heads_of_the_others(tmp_path: Path) -> None:
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (
+            {"rope_parameters": {**PUBLISHED_GEMMA4["rope_parameters"], "full_attention": YARN_WITHOUT_TRUNCATION}},
+            "rope_parameters",
+        ),
         ({"layer_types": ["full_attention", *["sliding_attention"] * 59]}, "layer_types"),
         ({"per_layer_config": {"5": {"head_dim": 512, "rms_norm_eps": 0.5}}}, "per_layer_config"),
     ],

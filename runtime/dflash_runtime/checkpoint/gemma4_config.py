@@ -94,6 +94,8 @@ def _parts_not_run(text: Mapping[str, Any], model_type: str) -> Iterator[str]:
     others = {key for item in as_object(text.get(PER_LAYER)).values() for key in as_object(item)} - MAY_DIFFER
     if others:
         yield f"layers that differ in {', '.join(sorted(others))} ({PER_LAYER})"
+    if any(as_object(rope).get("truncate") is False for rope in as_object(text.get("rope_parameters")).values()):
+        yield "a rope of some layers with truncate false, which transformers does not read there (rope_parameters)"
     kinds = text.get("layer_types")
     if isinstance(kinds, list) and kinds and kinds[-1] != "full_attention":
         yield "a last layer that slides, while transformers reads it as full (layer_types)"

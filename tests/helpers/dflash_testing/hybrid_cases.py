@@ -1,6 +1,6 @@
-"""Random hybrid targets with random drafts and engine settings, each drawn by a seed.
+"""Random targets with random drafts and engine settings, each drawn by a seed: hybrids, or of `random_families.py`.
 
-The model is one of transformers' own. Its states last for tens of tokens, so a fault in a state changes the text.
+The model is one of transformers' own. States of hybrids last for tens of tokens, so a fault in one changes the text.
 """
 
 import random
@@ -22,7 +22,9 @@ from dflash_runtime.models.target import Target
 from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hosted_models import make_model
+from dflash_testing.packed_models import pack_experts
 from dflash_testing.pairs import placement, random_draft, random_prompts
+from dflash_testing.random_families import FAMILIES, is_packed
 
 Json = dict[str, Any]
 
@@ -70,6 +72,7 @@ class HybridCase:
     """
 
     seed: int
+    model_type: str
     body: Json
     draft: Json
     engine: Json
@@ -102,21 +105,28 @@ class HybridCase:
         return [common[:count] + prompt[count:] for prompt, count in zip(own, self.shared_lens, strict=True)]
 
 
-def draw_case(seed: int) -> HybridCase:
-    """Draw a case. Cases of nearby seeds differ in everything."""
-    chance = random.Random(f"hybrid {seed}")
+def draw_hybrid(chance: random.Random) -> tuple[str, Json]:
+    """Draw a config of Qwen3.5."""
     body = {name: chance.choice(values) for name, values in BODY.items()}
     body["linear_num_value_heads"] = body["linear_num_key_heads"] * chance.choice((1, 2, 3))
     body["num_attention_heads"] = body["num_key_value_heads"] * chance.choice((1, 2))
     body["layer_types"] = draw_layers(chance)
     body["num_hidden_layers"] = len(body["layer_types"])
+    return "qwen3_5_text", body
+
+
+def draw_case(seed: int, family: str = "hybrid") -> HybridCase:
+    """Draw a case. Cases of nearby seeds differ in everything. Texts of hybrids may be sampled."""
+    chance = random.Random(f"{family} {seed}")
+    model_type, body = FAMILIES.get(family, draw_hybrid)(chance)
     num_drafts = chance.choice((1, 2, 3, 4, 5, 6, 7, 8, 11, 15))
     count, num_tokens = chance.choice((2, 3, 4)), chance.choice((12, 20, 30))
-    is_sampled = [chance.random() < 0.25 for _ in range(count)]
+    is_sampled = [chance.random() < 0.25 and family == "hybrid" for _ in range(count)]
     lengths = tuple(chance.choice(PROMPT_LENGTHS) for _ in range(count))
     is_shared = chance.random() < 0.5
     return HybridCase(
         seed=seed,
+        model_type=model_type,
         body=body,
         draft=draw_draft(chance, body, num_drafts),
         engine={name: chance.choice(values) for name, values in ENGINE.items()},
@@ -191,7 +201,7 @@ class HybridPair:
 
 def make_pair(case: HybridCase, folder: Path, dtype: torch.dtype = torch.float32) -> HybridPair:
     """Make the models of a case, and save the target in a folder."""
-    model = make_model(folder, "qwen3_5_text", initializer_range=0.2, max_position_embeddings=MODEL_LEN, **case.body)
+    model = make_model(folder, case.model_type, initializer_range=0.2, max_position_embeddings=MODEL_LEN, **case.body)
     generator = torch.Generator().manual_seed(case.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -201,7 +211,11 @@ def make_pair(case: HybridCase, folder: Path, dtype: torch.dtype = torch.float32
             elif parameter.ndim == 1:
                 parameter.add_(0.2 * noise)
     model.save_pretrained(folder)
-    target = load_target(open_target(folder), placement(dtype))
+    if is_packed(case.model_type, case.body):
+        pack_experts(folder, model)
+    if hasattr(model, "set_experts_implementation"):  # the usual one requires aligned widths
+        model.set_experts_implementation("eager")
+    target = load_target(open_target(folder), placement(dtype), "auto")
     draft = random_draft(target, dtype, seed=case.seed + 1, **case.draft)
     return HybridPair(model, target, draft)
 
