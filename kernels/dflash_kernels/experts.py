@@ -146,7 +146,7 @@ def experts(
     is_packed = isinstance(down, Packed)
     if not _is_ours(hidden, gate_up, down):
         return experts_ref(hidden, gate_up, down, chosen, scores, gate, biases)
-    weights = (*_tensors_of(gate_up), *_tensors_of(down))
+    weights = (*_with_scales(gate_up), *_with_scales(down))
     check_tensors(hidden, *weights, chosen, scores, *(biases or ()))
     check_dtypes(hidden, *(biases or ()), *(() if is_packed else weights))
     require(scores.dtype in (hidden.dtype, torch.float32), "scores", "the dtype of `hidden`, or float32")
@@ -210,10 +210,6 @@ def _two_launches(
         WIDTH=width, DEPTH=depth, TILE_C=shape.columns, **options,
     )  # fmt: skip
     return out
-
-
-def _tensors_of(weight: Weight) -> tuple[Tensor, ...]:
-    return (weight.numbers, weight.scales) if isinstance(weight, Packed) else (weight,)
 
 
 def _with_scales(weight: Weight) -> tuple[Tensor, Tensor]:

@@ -179,7 +179,7 @@ def _block_length(size: int, count: int) -> int:
 class Rounded(NamedTuple):
     """Rows of activations in FP8, and the rows before they were rounded.
 
-    rows    [T, K] numbers of e4m3: e4m3 itself, or a wider dtype if the device has no products in FP8
+    rows    [T, K] numbers of e4m3, stored in a wider dtype on devices without products in FP8
     scales  [G, T] float32, or [1, 1] for a fixed scale
     plain   [T, K] in the model's dtype
     """

@@ -161,23 +161,24 @@ def _number_in(view: Tensor, half: int) -> Tensor:
     return ((view >> (MAGNITUDE_AT + 16 * half)) & 7) | (((view >> (SIGN_AT + 16 * half)) & 1) << 3)
 
 
-UNPACK = constexpr("""
-{
+def _unpack_word(first: int, word: int, factors: int) -> str:
+    """Return the instructions that unpack one word into four registers, by the numbers of their operands."""
+    mask = "0x81C081C0"
+    return f"""
+    mov.b32 {{l, h}}, ${factors};  mov.b32 f, {{l, l}};
+    and.b32 t, ${word}, {mask};  fma.rn.bf16x2 ${first}, t, f, z;
+    shl.b32 t, ${word}, 4;  and.b32 t, t, {mask};  fma.rn.bf16x2 ${first + 1}, t, f, z;
+    mov.b32 f, {{h, h}};
+    shf.l.wrap.b32 t, ${word}, ${word}, 10;  and.b32 t, t, {mask};  fma.rn.bf16x2 ${first + 2}, t, f, z;
+    shl.b32 t, ${word}, 6;  shr.u32 s, ${word}, 2;  lop3.b32 t, t, s, {mask}, 0x28;
+    fma.rn.bf16x2 ${first + 3}, t, f, z;
+"""
+
+
+UNPACK = constexpr(f"""
+{{
     .reg .b32 t, s, z, f;  .reg .b16 l, h;
-    mov.b32 z, 0x80008000;
-    mov.b32 {l, h}, $10;  mov.b32 f, {l, l};
-    and.b32 t, $8, 0x81C081C0;  fma.rn.bf16x2 $0, t, f, z;
-    shl.b32 t, $8, 4;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $1, t, f, z;
-    mov.b32 f, {h, h};
-    shf.l.wrap.b32 t, $8, $8, 10;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $2, t, f, z;
-    shl.b32 t, $8, 6;  shr.u32 s, $8, 2;  lop3.b32 t, t, s, 0x81C081C0, 0x28;  fma.rn.bf16x2 $3, t, f, z;
-    mov.b32 {l, h}, $12;  mov.b32 f, {l, l};
-    and.b32 t, $9, 0x81C081C0;  fma.rn.bf16x2 $4, t, f, z;
-    shl.b32 t, $9, 4;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $5, t, f, z;
-    mov.b32 f, {h, h};
-    shf.l.wrap.b32 t, $9, $9, 10;  and.b32 t, t, 0x81C081C0;  fma.rn.bf16x2 $6, t, f, z;
-    shl.b32 t, $9, 6;  shr.u32 s, $9, 2;  lop3.b32 t, t, s, 0x81C081C0, 0x28;  fma.rn.bf16x2 $7, t, f, z;
-}
+    mov.b32 z, 0x80008000;{_unpack_word(0, 8, 10)}{_unpack_word(4, 9, 12)}}}
 """)
 """Two words of a pair and the factors of their four blocks -> 8 pairs of adjacent columns, as bfloat16.
 

@@ -367,6 +367,7 @@ class DecoderStack:
         kernels, layers = placement.kernels, range(config.num_layers)
         read = (read_layer(weights, f"{prefix}layers.{index}", config, kernels) for index in layers)
         self.layers, self._ranks = [replace(layer, ranks=ranks) for layer in read], ranks
+        self._readers = [*(layer.mixer.rounded_for for layer in self.layers[1:]), None]
         names = [*(f"layers.{index}.input_layernorm" for index in layers), "norm"]
         self.norms = [RMSNorm(weights[f"{prefix}{name}.weight"], config.rms_norm_eps, kernels) for name in names]
         rotary_dim = config.rotary_dim if isinstance(config, TargetConfig) else None
@@ -396,8 +397,7 @@ class DecoderStack:
         normed: Rows = rows
         last = len(self.layers) - 1
         kept = wanted if last not in taps else None
-        readers = [*(layer.mixer.rounded_for for layer in self.layers[1:]), None]
-        for index, (layer, reader) in enumerate(zip(self.layers, readers, strict=True)):
+        for index, (layer, reader) in enumerate(zip(self.layers, self._readers, strict=True)):
             added, residual = layer(index, normed, residual, cos, sin, attend, kept if index == last else None)
             normed, residual = self.norms[index + 1].add(added, residual, self._ranks, reader)
             if index in taps:
