@@ -248,14 +248,17 @@ class TestRefusals:
             load_target(open_target(tmp_path), placement(), "native")
         assert refused.value.id == "quantised-weights"
 
-    @pytest.mark.parametrize("form", ["blocks", "compressed rows", "static"])
+    @pytest.mark.parametrize(
+        ("form", "end"),
+        [
+            ("blocks", "weight_scale_inv"), ("compressed rows", "weight_scale"), ("static", "weight_scale"),
+            ("static", "input_scale"),
+        ],
+    )  # fmt: skip
     @pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -0.01])
-    @pytest.mark.parametrize("end", ["weight_scale", "input_scale"])
-    def test_scales_that_are_no_positive_numbers(self, end: str, value: float, form: str, tmp_path: Path) -> None:
-        if end == "input_scale" and form != "static":
-            pytest.skip("the form has no fixed scales of activations")
+    def test_scales_that_are_no_positive_numbers(self, value: float, form: str, end: str, tmp_path: Path) -> None:
         RoundedModel(tmp_path, "llama", FORMS[form])
-        name = f"{LAYER}.{end}{'_inv' if form == 'blocks' else ''}"
+        name = f"{LAYER}.{end}"
         scales = load_file(tmp_path / "model.safetensors")[name]
         scales.view(-1)[-1] = value
         edit(tmp_path, **{name: scales})
