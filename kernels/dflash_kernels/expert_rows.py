@@ -1,4 +1,4 @@
-"""The rows of one expert, and what a program computes for them, for the kernels of experts.
+"""The rows of one expert and their products in one program, for the kernels of experts.
 
 A program computes an expert's rows in one tile of columns: gate and up with the gate, or `down` with the score.
 

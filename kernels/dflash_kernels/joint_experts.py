@@ -1,4 +1,4 @@
-"""Packed experts in one launch: programs of `down` follow those of gate and up, and wait for the rows they read.
+"""Packed experts in one launch: programs of `down` follow the programs of gate and up, and wait for their rows.
 
 Two launches leave the GPU partly idle: the last programs of gate and up finish one after another, and the first ones of
 `down` find their rows and wait for their first weights. In one launch, both overlap. A GPU begins programs in the order

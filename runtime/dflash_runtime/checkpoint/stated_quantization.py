@@ -86,7 +86,7 @@ def block_structure(weights: Mapping[str, Any]) -> Any:
 
 
 def _configs(checkpoint: Checkpoint) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the config and that of its decoder, each after the beginning of its keys."""
+    """Yield the config with the prefix "", and the decoder's config with the prefix of its keys."""
     yield "", checkpoint.config
     text, key = decoder_config(checkpoint.config, checkpoint.config_path)
     if key is not None:

@@ -26,7 +26,7 @@ def read_scales(checkpoint: Checkpoint, names: Iterable[str], device: str = "cpu
 
 
 def check_exponents(checkpoint: Checkpoint, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors after checking those that hold scales of MXFP4, which are exponents.
+    """Yield tensors, and check the scales of MXFP4 among them. They are exponents.
 
     Raises:
         CheckpointError: an exponent stands for NaN.
