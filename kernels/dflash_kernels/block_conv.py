@@ -75,7 +75,7 @@ def _convolved(
     return total
 
 
-@jit(do_not_specialize=["num_rows", "dynamic_part"])
+@jit(do_not_specialize=["num_rows"])
 def _block_conv_kernel(
     hidden, kernel, dynamic, out, num_rows, hidden_row, dynamic_part, dynamic_row, dynamic_tap,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, NUM_TAPS: tl.constexpr, DYNAMIC_PARTS: tl.constexpr,
@@ -91,12 +91,12 @@ def _block_conv_kernel(
     let_next_launch_begin(IS_EARLY)
     total = _convolved(
         hidden, kernel, dynamic, row, position, group, is_group, column, is_column,
-        0, hidden_row, dynamic_part.to(tl.int64), dynamic_row, dynamic_tap, WIDTH, NUM_TAPS, 1, DYNAMIC_PARTS, dtype,
+        0, hidden_row, dynamic_part, dynamic_row, dynamic_tap, WIDTH, NUM_TAPS, 1, DYNAMIC_PARTS, dtype,
     )  # fmt: skip
     tl.store(out + row * WIDTH + column, total.to(dtype), mask=is_column)
 
 
-@jit(do_not_specialize=["num_rows", "part_stride", "dynamic_part"])
+@jit(do_not_specialize=["num_rows"])
 def _conv_add_norm_kernel(
     parts, kernel, dynamic, residual, weight, normed, summed, num_rows, eps,
     part_stride, hidden_row, dynamic_part, dynamic_row, dynamic_tap, residual_row,
@@ -116,7 +116,7 @@ def _conv_add_norm_kernel(
     stream = tl.load(residual + row * residual_row + column, mask=is_column, other=0.0).to(tl.float32)
     total = _convolved(
         parts, kernel, dynamic, row, position, group, is_group, column, is_column,
-        part_stride.to(tl.int64), hidden_row, dynamic_part.to(tl.int64), dynamic_row, dynamic_tap,
+        part_stride, hidden_row, dynamic_part, dynamic_row, dynamic_tap,
         WIDTH, NUM_TAPS, HIDDEN_PARTS, DYNAMIC_PARTS, dtype,
     )  # fmt: skip
     wide = (total.to(dtype).to(tl.float32) + stream).to(dtype).to(tl.float32)

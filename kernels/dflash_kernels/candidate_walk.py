@@ -105,7 +105,7 @@ def _choose_ref(scores: Tensor, position: int, draws: WalkDraws | None) -> Tenso
     return torch.where(is_sampled, drawn, best)
 
 
-@jit(do_not_specialize=["num_positions", "part_stride"])
+@jit(do_not_specialize=["num_positions"])
 def _pair_scores_kernel(
     logits, candidates, hidden, predecessors, successors, target_ids, anchors, temperatures, seeds, positions, salt,
     choices, scores, num_positions, part_stride, hidden_row, scale,
@@ -131,7 +131,7 @@ def _pair_scores_kernel(
     if HAS_HIDDEN:
         dtype: tl.constexpr = logits.dtype.element_ty
         places = row * hidden_row + rank
-        left *= sum_parts(hidden, places, is_rank, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
+        left *= sum_parts(hidden, places, is_rank, part_stride, NUM_PARTS, dtype).to(tl.float32)
     pairs = is_candidate[:, None] & is_rank[None, :]
     right = tl.load(successors + ids[:, None] * RANK + rank[None, :], mask=pairs, other=0.0).to(tl.float32)
     logit = tl.load(logits + row * NUM + candidate, mask=is_candidate, other=float("-inf")).to(tl.float32)

@@ -58,7 +58,7 @@ def _num_routed(router: Tensor, num_shared: int) -> int:
     return len(router) - (1 if num_shared else 0)
 
 
-@jit(do_not_specialize=["num_rows", "part_stride"])
+@jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     logits, bias, factors, chosen, scores, num_rows, part_stride,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_SHARED: tl.constexpr, IS_NORMALISED: tl.constexpr,
@@ -73,7 +73,7 @@ def _choose_kernel(
     is_row, is_expert = row[:, None] < num_rows, expert[None, :] < NUM_EXPERTS
     NUM_LOGITS: tl.constexpr = NUM_EXPERTS + (1 if NUM_SHARED else 0)
     offsets = row[:, None] * NUM_LOGITS + expert[None, :]
-    total = sum_parts(logits, offsets, is_row & is_expert, part_stride.to(tl.int64), NUM_PARTS, tl.float32)
+    total = sum_parts(logits, offsets, is_row & is_expert, part_stride, NUM_PARTS, tl.float32)
     if HAS_BIAS:
         total += tl.load(bias + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)[None, :]
     logit = total.to(dtype).to(tl.float32)
@@ -96,7 +96,7 @@ def _choose_kernel(
         score *= tl.load(factors + ids, mask=place[None, :] < NUM_CHOSEN, other=0.0).to(tl.float32)
     if NUM_SHARED:
         offset = row[:, None] * NUM_LOGITS + NUM_EXPERTS
-        gate = sum_parts(logits, offset, is_row, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
+        gate = sum_parts(logits, offset, is_row, part_stride, NUM_PARTS, dtype).to(tl.float32)
         is_shared = place[None, :] >= NUM_CHOSEN
         ids = tl.where(is_shared, NUM_EXPERTS + place[None, :] - NUM_CHOSEN, ids)
         score = tl.where(is_shared, tl.sigmoid(gate), score)

@@ -25,7 +25,7 @@ def output_gate_ref(rows: Tensor, parts: Tensor) -> Tensor:
     return rows * sum_parts_ref(parts, rows.dtype).sigmoid()
 
 
-@jit(do_not_specialize=["part_stride"])
+@jit
 def _output_gate_kernel(
     rows, parts, out, rows_row, parts_row, part_stride, WIDTH: tl.constexpr, NUM_PARTS: tl.constexpr,
     TILE: tl.constexpr, IS_EARLY: tl.constexpr,
@@ -35,7 +35,7 @@ def _output_gate_kernel(
     is_column = column < WIDTH
     dtype: tl.constexpr = out.dtype.element_ty
     wait_for_launches_before(IS_EARLY)
-    gate = sum_parts(parts, row * parts_row + column, is_column, part_stride.to(tl.int64), NUM_PARTS, dtype)
+    gate = sum_parts(parts, row * parts_row + column, is_column, part_stride, NUM_PARTS, dtype)
     value = tl.load(rows + row * rows_row + column, mask=is_column, other=0.0).to(tl.float32)
     opened = tl.sigmoid(gate.to(tl.float32)).to(dtype).to(tl.float32)
     tl.store(out + row * WIDTH + column, (value * opened).to(dtype), mask=is_column)

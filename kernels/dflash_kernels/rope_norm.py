@@ -75,10 +75,14 @@ def norm_rope_ref(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor,
 
 @jit
 def wide_sum(parts, offsets, is_element, part_stride, NUM_PARTS: tl.constexpr):
-    """Add up elements of parts in order, in float32."""
+    """Add up elements of parts in order, in float32.
+
+    A kernel must let the compiler know whether 16 divides `part_stride`: otherwise each element is a load of its own.
+    """
+    stride = tl.cast(part_stride, tl.int64)
     total = tl.load(parts + offsets, mask=is_element, other=0.0).to(tl.float32)
     for part in tl.static_range(1, NUM_PARTS):
-        total += tl.load(parts + part * part_stride + offsets, mask=is_element, other=0.0).to(tl.float32)
+        total += tl.load(parts + part * stride + offsets, mask=is_element, other=0.0).to(tl.float32)
     return total
 
 
@@ -103,7 +107,7 @@ def normalised_row(
     let_next_launch_begin(IS_EARLY)
     if HAS_RESIDUAL:
         stream = tl.load(residual + row * residual_row + dim, mask=is_dim, other=0.0).to(tl.float32)
-    wide = wide_sum(hidden, row * hidden_row + dim, is_dim, part_stride.to(tl.int64), NUM_PARTS)
+    wide = wide_sum(hidden, row * hidden_row + dim, is_dim, part_stride, NUM_PARTS)
     if NUM_RANKS > 1:
         wide = sum_of_ranks(wide, room, addresses, counts, row, dim, is_dim, RANK, NUM_RANKS, LENGTH, WIDTH)
     wide = wide.to(dtype).to(tl.float32)
@@ -114,7 +118,7 @@ def normalised_row(
     return ((wide * scale).to(weight.dtype.element_ty).to(tl.float32) * weights).to(dtype)
 
 
-@jit(do_not_specialize=["part_stride"])
+@jit
 def _rms_norm_kernel(
     hidden, residual, weight, normed, total, room, addresses, counts, hidden_row, residual_row, part_stride, eps,
     WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr,

@@ -139,7 +139,7 @@ def _both_to_cache(first, second, inverse, dtype: tl.constexpr):
     return to_cache(first, inverse, dtype), to_cache(second, inverse, dtype)
 
 
-@jit(do_not_specialize=["part_stride"])
+@jit
 def _rope_store_kernel(
     parts, weight, cos, sin, out, key_cache, value_cache, slots,
     parts_row, part_stride, cos_row, sin_row, cache_page, cache_row, cache_head, eps, key_inverse, value_inverse,
@@ -169,7 +169,7 @@ def _rope_store_kernel(
         slot = tl.load(slots + row).to(tl.int64)
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # the next launch is attention, which looks up its pages
-    source, part_stride = row * parts_row + head * HEAD_DIM, part_stride.to(tl.int64)
+    source = row * parts_row + head * HEAD_DIM
     plain_first = sum_parts(parts, source + one, is_element, part_stride, NUM_PARTS, dtype)
     plain_second = sum_parts(parts, source + other, is_element, part_stride, NUM_PARTS, dtype)
     first, second = plain_first, plain_second

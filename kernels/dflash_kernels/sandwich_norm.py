@@ -63,7 +63,7 @@ def _normed(wide, weights, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
     return (scaled * weights.to(tl.float32)).to(dtype).to(tl.float32)
 
 
-@jit(do_not_specialize=["num_rows", "part_stride", "second_stride"])
+@jit(do_not_specialize=["num_rows"])
 def _sandwich_norm_kernel(
     parts, second, residual, inner, first_norm, second_norm, outer, scale, normed, total,
     num_rows, parts_row, second_row, residual_row, part_stride, second_stride, eps,
@@ -87,10 +87,10 @@ def _sandwich_norm_kernel(
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
     stream = tl.load(residual + row * residual_row + dim, mask=is_dim, other=0.0).to(tl.float32)
-    wide = sum_parts(parts, row * parts_row + dim, is_dim, part_stride.to(tl.int64), NUM_PARTS, dtype).to(tl.float32)
+    wide = sum_parts(parts, row * parts_row + dim, is_dim, part_stride, NUM_PARTS, dtype).to(tl.float32)
     if NUM_SECOND:
         offsets = row * second_row + dim
-        other = sum_parts(second, offsets, is_dim, second_stride.to(tl.int64), NUM_SECOND, dtype).to(tl.float32)
+        other = sum_parts(second, offsets, is_dim, second_stride, NUM_SECOND, dtype).to(tl.float32)
         wide = _normed(wide, first_weights, eps, WIDTH, dtype)
         wide = (wide + _normed(other, second_weights, eps, WIDTH, dtype)).to(dtype).to(tl.float32)
     wide = (stream + _normed(wide, inner_weights, eps, WIDTH, dtype)).to(dtype).to(tl.float32)
