@@ -12,6 +12,7 @@ from dflash_kernels.launch_config import (
     ExpertsShape,
     experts_shape,
     fitting_stages,
+    has_tile_loads,
     num_multiprocessors,
 )
 from dflash_kernels.product_config import MAX_PARTS
@@ -25,8 +26,8 @@ MIN_FP8_DEPTH = 32
 ROUNDED_IN_PLACE = 16
 """Most rows that each program rounds itself. More rows are rounded once, by a launch before the product."""
 
-LEAST_TILES = 8
-"""Fewest tiles of a part, unless the device has more multiprocessors than programs. The next launch adds up parts."""
+LEAST_TILES = 4
+"""Fewest tiles of a part of the inner sum. The next launch adds up parts."""
 
 
 @lru_cache
@@ -40,6 +41,7 @@ class Fp8Shape:
     """Tiling of a product: rows, columns and inner width of a tile, the number of parts, and launch options.
 
     rounds_in_place  whether programs round their rows, instead of a launch before
+    has_descriptors  whether tiles of the weight are loaded by descriptors (TMA) instead of pointers
     """
 
     rows: int
@@ -49,6 +51,7 @@ class Fp8Shape:
     num_stages: int
     num_warps: int = 4
     rounds_in_place: bool = False
+    has_descriptors: bool = False
 
 
 def fp8_product_shape(
@@ -82,20 +85,16 @@ def fp8_product_shape(
     is_alone = num_parts > 1 and num_tiles * num_parts <= num_multiprocessors(device)
     num_stages = fitting_stages(8 if is_alone else 4, stage_bytes, rows * inner, device)
     in_place = num_rows <= ROUNDED_IN_PLACE
-    return Fp8Shape(rows, columns, inner, num_parts, num_stages, num_warps, rounds_in_place=in_place)
+    return Fp8Shape(
+        rows, columns, inner, num_parts, num_stages, num_warps,
+        rounds_in_place=in_place, has_descriptors=has_tile_loads(device),
+    )  # fmt: skip
 
 
 def _num_parts(num_tiles: int, depth: int, inner: int, device: torch.device) -> int:
-    """Return the number of parts of the inner sum.
-
-    A program runs on nearly every multiprocessor, or two if parts keep LEAST_TILES.
-    """
-    num_parts = 1
-    while num_parts < MAX_PARTS:
-        programs = num_tiles * num_parts / num_multiprocessors(device)
-        least = LEAST_TILES if programs >= 0.9 else 2
-        if programs >= 1.8 or depth < 2 * least * inner * num_parts:
-            break
+    """Return the number of parts of the inner sum: as many as run at the same time, two on each multiprocessor."""
+    num_parts, most = 1, 2 * num_multiprocessors(device)
+    while num_parts < MAX_PARTS and 2 * num_parts * num_tiles <= most and 2 * num_parts * LEAST_TILES * inner <= depth:
         num_parts *= 2
     return num_parts
 

@@ -16,6 +16,7 @@ from dflash_kernels.fp8_product import (
     block_scales,
     fixed_scale,
     fp8_product_ref,
+    load_once,
     pick,
     product_step,
     round_rows,
@@ -77,7 +78,8 @@ def _fp8_product_tile(
             row_scales, begin, scale_column, num_scaled, is_row, fixed, DEPTH, BLOCK_K, NUM_SCALES, ROUNDING
         )
         rows, row_scale = round_tile(rows, row_scale, fixed, ROUNDING, dtype)
-        found = product_step(weight_rows[:, None] + inner[None, :] + begin, is_weight, tl.trans(rows), IS_FP8, dtype)
+        loaded = load_once(weight_rows[:, None] + inner[None, :] + begin, is_weight)
+        found = product_step(loaded, tl.trans(rows), IS_FP8, dtype)
         if SECOND_ROW and IS_EVEN and NUM_SCALES > 1:
             found = tl.where(is_second[:, None], found * pick(high, tiles, tile), found * pick(low, tiles, tile))
             if ROUNDING == "group" or ROUNDING == "before":

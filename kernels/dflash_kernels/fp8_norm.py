@@ -22,7 +22,7 @@ def add_round_norm_ref(
     return round_rows_ref(normed, reader), total
 
 
-@jit(do_not_specialize=["num_rows", "part_stride"])
+@jit(do_not_specialize=["num_rows"])
 def _round_norm_kernel(
     parts, residual, weight, fixed, normed, total, rounded, scales, num_rows, parts_row, residual_row, part_stride,
     eps, WIDTH: tl.constexpr, LENGTH: tl.constexpr, IS_FIXED: tl.constexpr, NUM_PARTS: tl.constexpr,

@@ -22,6 +22,7 @@ from dflash_kernels.fp8_library import library_multiplies, library_product
 from dflash_kernels.fp8_numbers import LARGEST, as_fp8, from_bytes
 from dflash_kernels.fp8_weight import FP8, Fp8Weight, Rounded, Rows, plain_rows, rounded_ref
 from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
+from dflash_kernels.tile_loads import can_describe, describe
 
 GROUP_ELEMENTS = 2048
 """Activations per program that rounds groups."""
@@ -157,10 +158,20 @@ def round_tile(rows, row_scale, fixed, ROUNDING: tl.constexpr, dtype: tl.constex
 
 
 @jit
-def product_step(weight_tile, is_weight, turned, IS_FP8: tl.constexpr, dtype: tl.constexpr):
+def load_once(weight_tile, is_weight):
+    """Load a tile of a weight. Each weight is read once per step, so it should not displace other data in the cache."""
+    return tl.load(weight_tile, mask=is_weight, other=0.0, eviction_policy="evict_first")
+
+
+@jit
+def _weight_tile(weight, first_row, first, offsets, is_weight, HAS_DESCRIPTORS: tl.constexpr):
+    """Load the tile of a weight from a row and column on. `weight` is a descriptor, or a pointer for `offsets`."""
+    return weight.load([first_row, first]) if HAS_DESCRIPTORS else load_once(weight + offsets + first, is_weight)
+
+
+@jit
+def product_step(loaded, turned, IS_FP8: tl.constexpr, dtype: tl.constexpr):
     """Multiply a tile of a weight with turned activations [TILE_K, TILE_R]: float32 [TILE_C, TILE_R]."""
-    # Each weight is read once per step, so it should not displace other data in the cache.
-    loaded = tl.load(weight_tile, mask=is_weight, other=0.0, eviction_policy="evict_first")
     numbers = loaded if IS_FP8 else from_bytes(loaded).to(dtype)
     return tl.dot(numbers, turned, input_precision="ieee")
 
@@ -200,12 +211,11 @@ def _fp8_product_kernel(
     hidden, row_scales, weight, scales, out, num_rows, hidden_row,
     NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, NUM_PARTS: tl.constexpr, HAS_PARTS: tl.constexpr,
     IS_GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SCALES: tl.constexpr,
-    ROUNDING: tl.constexpr, IS_FP8: tl.constexpr, PADDED_TILES: tl.constexpr,
+    ROUNDING: tl.constexpr, IS_FP8: tl.constexpr, HAS_DESCRIPTORS: tl.constexpr, PADDED_TILES: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     first_row, first_column, part = tl.program_id(0) * TILE_R, tl.program_id(1) * TILE_C, tl.program_id(2)
-    row, column = first_row + tl.arange(0, TILE_R), first_column + tl.arange(0, TILE_C)
-    inner = tl.arange(0, TILE_K)
+    row, column, inner = first_row + tl.arange(0, TILE_R), first_column + tl.arange(0, TILE_C), tl.arange(0, TILE_K)
     is_row, is_column = row < num_rows, column < NUM_COLUMNS
     NUM_TILES: tl.constexpr = ((DEPTH + TILE_K - 1) // TILE_K + NUM_PARTS - 1) // NUM_PARTS
     # A tile with one scale per step picks it from registers. The scales are read before the wait: nothing writes them.
@@ -223,8 +233,8 @@ def _fp8_product_kernel(
     if HAS_PARTS:
         let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
     hidden_tile = hidden + row[:, None].to(tl.int64) * hidden_row + inner[None, :]
-    weight_tile = weight + column[:, None].to(tl.int64) * DEPTH + inner[None, :]
-    dtype: tl.constexpr = weight.dtype.element_ty if IS_FP8 else hidden.dtype.element_ty
+    offsets = column[:, None].to(tl.int64) * DEPTH + inner[None, :]
+    dtype: tl.constexpr = tl.float8e4nv if IS_FP8 else hidden.dtype.element_ty
     acc, up = tl.zeros((TILE_C, TILE_R), tl.float32), tl.zeros((TILE_C, TILE_R), tl.float32)
     fixed = fixed_scale(row_scales, ROUNDING)
     # Scales of rows are read one step ahead, so that no step waits for them.
@@ -232,8 +242,7 @@ def _fp8_product_kernel(
     ahead = scales_of_rows(row_scales, begin, row, num_rows, is_row, fixed, DEPTH, BLOCK_K, NUM_SCALES, ROUNDING)
     for tile in range(NUM_TILES):
         first = begin + tile * TILE_K
-        group = first // BLOCK_K
-        is_row_element, is_weight = is_row[:, None], is_column[:, None]
+        group, is_row_element, is_weight = first // BLOCK_K, is_row[:, None], is_column[:, None]
         if NUM_TILES * NUM_PARTS * TILE_K != DEPTH:
             is_row_element = is_row_element & (first + inner < DEPTH)[None, :]
             is_weight = is_weight & (first + inner < DEPTH)[None, :]
@@ -243,14 +252,18 @@ def _fp8_product_kernel(
             row_scales, first + TILE_K, row, num_rows, is_row, fixed, DEPTH, BLOCK_K, NUM_SCALES, ROUNDING
         )
         turned = tl.trans(rows)
+        loaded = _weight_tile(weight, first_column, first, offsets, is_weight, HAS_DESCRIPTORS)
         acc += scaled_step(
-            product_step(weight_tile + first, is_weight, turned, IS_FP8, dtype),
+            product_step(loaded, turned, IS_FP8, dtype),
             scales, row_scale, gate_scales, tiles, tile, column // BLOCK_N, group, is_column,
             NUM_SCALES, IS_EVEN, ROUNDING,
         )  # fmt: skip
         if IS_GATED:
+            loaded = _weight_tile(
+                weight, first_column + NUM_COLUMNS, first, offsets + NUM_COLUMNS * DEPTH, is_weight, HAS_DESCRIPTORS
+            )
             up += scaled_step(
-                product_step(weight_tile + first + NUM_COLUMNS * DEPTH, is_weight, turned, IS_FP8, dtype),
+                product_step(loaded, turned, IS_FP8, dtype),
                 scales, row_scale, up_scales, tiles, tile, up_column // BLOCK_N, group, is_column,
                 NUM_SCALES, IS_EVEN, ROUNDING,
             )  # fmt: skip
@@ -316,18 +329,20 @@ def launch_product(
     require(plain.stride(1) == 1, "hidden", "contiguous rows")
     require(not is_gated or len(weight) % 2 == 0, "weight", "equally many gate rows and up rows")
     num_columns = len(weight) // 2 if is_gated else len(weight)
-    dtype = torch.float32 if shape.num_parts > 1 else plain.dtype
-    out = torch.empty((shape.num_parts, num_rows, num_columns), dtype=dtype, device=plain.device)
+    # Parts have the model's dtype: rounding them loses as much as rounding their sum does, and FP8 loses far more.
+    out = torch.empty((shape.num_parts, num_rows, num_columns), dtype=plain.dtype, device=plain.device)
     if not num_rows:
         return out.zero_()
     rounding, (rows, row_scales, _) = _rounded(hidden, weight, shape)
     is_fp8, num_tiles = uses_fp8(weight), ceil_div(ceil_div(depth, shape.depth), shape.num_parts)
     (height, width), num_scales = weight.block, weight.scales.shape[1]
+    values = weight.values if is_fp8 else weight.values.view(torch.uint8)
+    has_descriptors = shape.has_descriptors and can_describe(values)
     _fp8_product_kernel[(ceil_div(num_rows, shape.rows), ceil_div(num_columns, shape.columns), shape.num_parts)](
-        rows, row_scales, weight.values if is_fp8 else weight.values.view(torch.uint8), weight.scales, out,
-        num_rows, rows.stride(0), NUM_COLUMNS=num_columns, DEPTH=depth, NUM_PARTS=shape.num_parts,
+        rows, row_scales, describe(values, shape.columns, shape.depth) if has_descriptors else values, weight.scales,
+        out, num_rows, rows.stride(0), NUM_COLUMNS=num_columns, DEPTH=depth, NUM_PARTS=shape.num_parts,
         HAS_PARTS=has_parts, IS_GATED=is_gated, BLOCK_N=height, BLOCK_K=width, NUM_SCALES=num_scales,
-        ROUNDING=rounding, IS_FP8=is_fp8, PADDED_TILES=power_of_2(num_tiles),
+        ROUNDING=rounding, IS_FP8=is_fp8, HAS_DESCRIPTORS=has_descriptors, PADDED_TILES=power_of_2(num_tiles),
         TILE_R=shape.rows, TILE_C=shape.columns, TILE_K=shape.depth,
         num_warps=shape.num_warps, num_stages=shape.num_stages, enable_fp_fusion=False, **early(plain.device),
     )  # fmt: skip

@@ -129,6 +129,7 @@ def test_tiles_of_qwen3_8b_on_an_h200(num_rows: int, monkeypatch: pytest.MonkeyP
         for name, (columns, depth) in sizes.items()
     }
     tiles = {name: (shape.columns, shape.num_parts, shape.num_stages) for name, shape in found.items()}
-    assert tiles == {"qkv": (128, 4, 4), "o": (128, 4, 8), "down": (128, 8, 4), "fc": (128, 8, 4)}
+    assert tiles == {"qkv": (128, 4, 4), "o": (128, 8, 4), "down": (128, 8, 4), "fc": (128, 8, 4)}
     gated = fp8_product_shape(num_rows, 12288, 4096, 128, 2, DEVICE, is_gated=True, is_rounded=True)
     assert (gated.rows, gated.columns, gated.num_stages, gated.num_warps) == (16, 64, 4, 4)
+    assert all(shape.has_descriptors for shape in (*found.values(), gated))
