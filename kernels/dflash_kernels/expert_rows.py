@@ -122,16 +122,19 @@ def gated_rows(
     HIDDEN_ROW: tl.constexpr, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     IS_SORTED: tl.constexpr, IS_PACKED: tl.constexpr, IS_FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_F: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_F: tl.constexpr, TILE_K: tl.constexpr, NUM_PROGRAMS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Write gate(x) * up(x) of an expert's rows from `begin` to `count`, in a tile of TILE_F of its WIDTH columns."""
+    """Write gate(x) * up(x) of an expert's rows from `begin` to `count`, in a tile of TILE_F of its WIDTH columns.
+
+    `NUM_PROGRAMS` programs share the rows: each computes a tile of rows and skips the tiles of the others.
+    """
     dtype = out.dtype.element_ty
     # Rows of the gate, then rows of `up`: one product with a tile size that suits tensor cores.
     side = tl.arange(0, 2 * TILE_F)
     out_column = tile * TILE_F + tl.arange(0, TILE_F)
     is_column = tile * TILE_F + side % TILE_F < WIDTH
     column = side // TILE_F * WIDTH + tile * TILE_F + side % TILE_F
-    for first in range(begin, count, TILE_R):
+    for first in range(begin, count, NUM_PROGRAMS * TILE_R):
         is_row = first + tl.arange(0, TILE_R) < count
         if IS_SORTED:
             route = tl.load(order + first + tl.arange(0, TILE_R), mask=is_row, other=0).to(tl.int32)
@@ -156,13 +159,16 @@ def down_rows(
     hidden, weight, scales, bias, scores, order, out, num_rows, expert, begin, count, rank, its_route, its_score, tile,
     NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     IS_SORTED: tl.constexpr, IS_PACKED: tl.constexpr, IS_FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr, TILE_K: tl.constexpr, NUM_PROGRAMS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Write down(x) * score of an expert's rows from `begin` to `count`, in a tile of TILE_C of its WIDTH columns."""
+    """Write down(x) * score of an expert's rows from `begin` to `count`, in a tile of TILE_C of its WIDTH columns.
+
+    `NUM_PROGRAMS` is as in `gated_rows`.
+    """
     dtype = out.dtype.element_ty
     column = tile * TILE_C + tl.arange(0, TILE_C)
     is_column = column < WIDTH
-    for first in range(begin, count, TILE_R):
+    for first in range(begin, count, NUM_PROGRAMS * TILE_R):
         is_row = first + tl.arange(0, TILE_R) < count
         if IS_SORTED:
             route = tl.load(order + first + tl.arange(0, TILE_R), mask=is_row, other=0).to(tl.int32)

@@ -86,21 +86,19 @@ def _gated_experts_kernel(
     IS_BY_ROUTE: tl.constexpr, IS_SORTED: tl.constexpr, IS_PACKED: tl.constexpr, IS_FAST: tl.constexpr,
     HAS_BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     TILE_E: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr, TILE_F: tl.constexpr,
-    TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    TILE_K: tl.constexpr, NUM_PROGRAMS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     if IS_SORTED:
         expert, begin, count = find_tile(ends, tl.program_id(1), NUM_EXPERTS, TILE_E, TILE_R)
         rank, its_route = expert, expert
     else:
-        begin = 0
-        expert, count, rank, its_route = find_rows(
-            chosen, tl.num_programs(1) - 1 - tl.program_id(1), num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
-        )
+        begin, index = tl.program_id(2) * TILE_R, tl.num_programs(1) - 1 - tl.program_id(1)
+        expert, count, rank, its_route = find_rows(chosen, index, num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P)
     gated_rows(
         hidden, weight, scales, bias, order, out, expert, begin, count, rank, its_route, tl.program_id(0),
         HIDDEN_ROW, NUM_CHOSEN, WIDTH, DEPTH, IS_SORTED, IS_PACKED, IS_FAST, HAS_BIAS, KIND, ALPHA, LIMIT,
-        TILE_R, TILE_F, TILE_K,
+        TILE_R, TILE_F, TILE_K, NUM_PROGRAMS,
     )  # fmt: skip
 
 
@@ -110,7 +108,7 @@ def _down_experts_kernel(
     NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, IS_BY_ROUTE: tl.constexpr,
     IS_SORTED: tl.constexpr, IS_PACKED: tl.constexpr, IS_FAST: tl.constexpr, HAS_BIAS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, TILE_E: tl.constexpr, TILE_T: tl.constexpr, TILE_P: tl.constexpr, TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr, TILE_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    TILE_C: tl.constexpr, TILE_K: tl.constexpr, NUM_PROGRAMS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # the next launch adds up the parts
@@ -118,15 +116,14 @@ def _down_experts_kernel(
         expert, begin, count = find_tile(ends, tl.program_id(1), NUM_EXPERTS, TILE_E, TILE_R)
         rank, its_route, its_score = expert, expert, expert
     else:
-        begin = 0
+        begin, index = tl.program_id(2) * TILE_R, tl.num_programs(1) - 1 - tl.program_id(1)
         expert, count, rank, its_route, its_score = find_scored_rows(
-            chosen, scores, tl.num_programs(1) - 1 - tl.program_id(1), num_rows,
-            NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P,
-        )  # fmt: skip
+            chosen, scores, index, num_rows, NUM_CHOSEN, IS_BY_ROUTE, TILE_T, TILE_P
+        )
     down_rows(
         hidden, weight, scales, bias, scores, order, out, num_rows,
         expert, begin, count, rank, its_route, its_score, tl.program_id(0),
-        NUM_CHOSEN, WIDTH, DEPTH, IS_SORTED, IS_PACKED, IS_FAST, HAS_BIAS, TILE_R, TILE_C, TILE_K,
+        NUM_CHOSEN, WIDTH, DEPTH, IS_SORTED, IS_PACKED, IS_FAST, HAS_BIAS, TILE_R, TILE_C, TILE_K, NUM_PROGRAMS,
     )  # fmt: skip
 
 
@@ -197,15 +194,17 @@ def _two_launches(
         sorted_ids, order = chosen.flatten().sort(stable=True)
         ends = _ends(sorted_ids, num_experts)
         num_indexes = num_rows * num_chosen // shape.rows + num_experts
+    num_programs = 1 if is_sorted else min(shape.num_programs, ceil_div(num_rows, shape.rows))
     options = {
-        "IS_SORTED": is_sorted, "IS_PACKED": isinstance(down, Packed), "TILE_E": power_of_2(num_experts), **options,
+        "IS_SORTED": is_sorted, "IS_PACKED": isinstance(down, Packed), "TILE_E": power_of_2(num_experts),
+        "NUM_PROGRAMS": num_programs, **options,
     }  # fmt: skip
-    _gated_experts_kernel[(ceil_div(depth, shape.columns // 2), num_indexes)](
+    _gated_experts_kernel[(ceil_div(depth, shape.columns // 2), num_indexes, num_programs)](
         hidden, *_with_scales(gate_up), biases[0], chosen, order, ends, inner, num_rows,
         HIDDEN_ROW=hidden.stride(0), WIDTH=depth, DEPTH=width, TILE_F=shape.columns // 2,
         **gate_options(gate), **options,
     )  # fmt: skip
-    _down_experts_kernel[(ceil_div(width, shape.columns), num_indexes)](
+    _down_experts_kernel[(ceil_div(width, shape.columns), num_indexes, num_programs)](
         inner, *_with_scales(down), biases[1], chosen, scores, order, ends, out, num_rows,
         WIDTH=width, DEPTH=depth, TILE_C=shape.columns, **options,
     )  # fmt: skip
@@ -229,5 +228,6 @@ def _options(shape: ExpertsShape, num_chosen: int, device: torch.device) -> dict
     return {
         "NUM_CHOSEN": num_chosen, "IS_BY_ROUTE": shape.is_by_route, "TILE_T": shape.sought_rows,
         "TILE_P": power_of_2(num_chosen), "TILE_R": shape.rows, "TILE_K": shape.depth,
-        "num_warps": shape.num_warps, "num_stages": shape.num_stages, "enable_fp_fusion": False, **early(device),
+        "num_warps": shape.num_warps, "num_stages": shape.num_stages, "maxnreg": shape.max_registers,
+        "enable_fp_fusion": False, **early(device),
     }  # fmt: skip

@@ -134,19 +134,24 @@ def attention_shape(
     num_programs = num_groups * ceil_div(num_packed, rows)
     is_light = rows == MIN_DOT and row_bytes <= 256
     num_splits = _num_splits(num_programs, 4 if is_light else 2, device)
-    if row_bytes > 256:
+    num_warps = 8 if row_bytes > 512 and rows == 64 else 4
+    if row_bytes > 256 and itemsize == 4:
         keys, num_stages = 16 if row_bytes > 512 else 32, 2
+    elif row_bytes > 256:
+        # With three stages, a tile of 64 rows has a multiprocessor for itself.
+        is_alone = num_programs * num_splits <= num_multiprocessors(device) and row_bytes <= 512
+        keys, num_stages = 32, 3 if rows < 64 or is_alone else 2
     elif is_light and kv_itemsize == 1:
         keys, num_stages = 128, 3
     else:
         keys, num_stages = 32 if is_light and num_splits > 1 else 64, 3
     num_stages = fitting_stages(num_stages, 2 * keys * row_bytes, rows * row_bytes, device)
-    return AttentionShape(rows, keys, num_splits, num_stages)
+    return AttentionShape(rows, keys, num_splits, num_stages, num_warps)
 
 
 def _packed_rows(num_packed: int, row_bytes: int, itemsize: int, device: torch.device) -> int:
     """Return the packed rows per tile. On Hopper, 64 rows are faster than 32 even if half of them are empty."""
-    if row_bytes > 512 or num_packed <= MIN_DOT:
+    if (row_bytes > 512 and itemsize == 4) or num_packed <= MIN_DOT:
         return MIN_DOT
     if itemsize == 2 and row_bytes <= 256 and has_tile_loads(device):
         return 64
@@ -207,8 +212,9 @@ def balanced_shape(
     num_whole = ceil_div(num_requests, num_programs)
     fills_device = 10 * ceil_div(num_requests, num_whole) * num_kv * num_row_tiles >= 9 * 2 * num_places
     return BalancedShape(
-        shape.rows, shape.keys, num_programs, shape.num_stages, num_whole=num_whole if fills_device else 0
-    )
+        shape.rows, shape.keys, num_programs, shape.num_stages, num_whole=num_whole if fills_device else 0,
+        num_warps=shape.num_warps,
+    )  # fmt: skip
 
 
 ROUTED_ROWS = 4
@@ -224,6 +230,8 @@ class ExpertsShape:
 
     sought_rows   number of rows in which a program searches for its expert, padded
     is_by_route   one program per route (row and chosen expert) instead of one per expert
+    num_programs  most programs that share the rows of an expert, per tile of columns
+    max_registers  limit per thread; None for no limit
     """
 
     rows: int
@@ -233,6 +241,8 @@ class ExpertsShape:
     sought_rows: int
     is_by_route: bool
     num_warps: int = 4
+    num_programs: int = 1
+    max_registers: int | None = None
 
 
 def experts_shape(
@@ -252,15 +262,17 @@ def experts_shape(
 
 PACKED_TILES = (
     (16, LEAST_ROWS, 64, 2),
-    (32, LEAST_ROWS, 128, 4),
     (64, 16, 128, 4),
-    (128, 32, 256, 4),
     (256, 32, 128, 4),
 )
 """Most rows, and rows, columns and warps of a tile of packed experts.
 
-Up to 32 rows, 8 usually hold all rows of an expert. If an expert has more, a program reads its weights again.
+Up to 16 rows, 8 usually hold all rows of an expert. If an expert has more, a program reads its weights again. From 65
+rows on, another program reads them.
 """
+
+THREE_TOGETHER = 168
+"""Registers per thread with which three programs of four warps fit on a multiprocessor."""
 
 
 JOINT_ROWS = range(5, 33)
@@ -276,8 +288,11 @@ def packed_experts_shape(
         return ExpertsShape(64, 128, 128, num_stages, MIN_DOT, is_by_route=False)
     plain = experts_shape(num_rows, num_chosen, num_experts, itemsize, device)
     rows, columns, num_warps = next(tile for most, *tile in PACKED_TILES if num_rows <= most)
-    num_stages = fitting_stages(4 if rows < 32 else 3, (columns * 2 + rows * 4 * itemsize) * 32, 0, device)
-    return replace(plain, rows=rows, columns=columns, depth=128, num_stages=num_stages, num_warps=num_warps)
+    num_stages = fitting_stages(4, (columns * 2 + rows * 4 * itemsize) * 32, 0, device)
+    return replace(
+        plain, rows=rows, columns=columns, depth=128, num_stages=num_stages, num_warps=num_warps,
+        num_programs=2 if num_rows > 64 else 1, max_registers=THREE_TOGETHER if num_warps == 4 else None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,11 +175,19 @@ def _unpack_word(first: int, word: int, factors: int) -> str:
 """
 
 
-UNPACK = constexpr(f"""
+def _unpacking(words: str) -> str:
+    """Return the assembly of some words."""
+    return f"""
 {{
     .reg .b32 t, s, z, f;  .reg .b16 l, h;
-    mov.b32 z, 0x80008000;{_unpack_word(0, 8, 10)}{_unpack_word(4, 9, 12)}}}
-""")
+    mov.b32 z, 0x80008000;{words}}}
+"""
+
+
+UNPACK_FIRST, UNPACK_LAST = constexpr(_unpacking(_unpack_word(0, 4, 6))), constexpr(_unpacking(_unpack_word(0, 5, 6)))
+"""As `UNPACK`, for the first or the last word of a pair and the factors of its two blocks -> 4 pairs of columns."""
+
+UNPACK = constexpr(_unpacking(_unpack_word(0, 8, 10) + _unpack_word(4, 9, 12)))
 """Two words of a pair and the factors of their four blocks -> 8 pairs of adjacent columns, as bfloat16.
 
 The bits of a number, moved to the sign, the low exponent bits and the high mantissa bit of a bfloat16, are the number
@@ -232,12 +240,8 @@ def _scale_of(word, BLOCK_INDEX: tl.constexpr):
 
 
 @jit
-def _unpack_tile(packed, scale_word, TILE_C: tl.constexpr):
-    """Return the columns of a tile of words [TILE_C, 16], scales included, as bfloat16 [TILE_C, 128]."""
-    factors = tl.inline_asm_elementwise(
-        FACTORS, "=r,=r,r", [scale_word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
-    )
-    first, last = factors
+def _unpack_tile(packed, first, last, TILE_C: tl.constexpr):
+    """Return the columns of a tile of words [TILE_C, 16], times `FACTORS` of scales, as bfloat16 [TILE_C, 128]."""
     c0, c1, c2, c3, c4, c5, c6, c7 = tl.inline_asm_elementwise(
         UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r", [packed, first[:, None], last[:, None]],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -248,6 +252,16 @@ def _unpack_tile(packed, scale_word, TILE_C: tl.constexpr):
 
 
 @jit
+def _unpack_half(packed, factors, HALF: tl.constexpr, TILE_C: tl.constexpr):
+    """Return one half of the columns of `_unpack_tile`, [TILE_C, 64]."""
+    c0, c1, c2, c3 = tl.inline_asm_elementwise(
+        UNPACK_LAST if HALF else UNPACK_FIRST, "=r,=r,=r,=r,r,r,r,r", [packed, factors[:, None]],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+    return tl.reshape(tl.permute(tl.join(tl.join(c0, c2), tl.join(c1, c3)), (0, 2, 3, 1)), (TILE_C, 64))
+
+
+@jit
 def packed_product_tile(
     numbers, scales, weight, column, hidden_rows, is_column, is_row,
     NUM_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_FAST: tl.constexpr, TILE_C: tl.constexpr, TILE_R: tl.constexpr,
@@ -255,11 +269,14 @@ def packed_product_tile(
     """Multiply packed rows `column` of a weight in a stack with rows of hidden states: float32 [TILE_C, TILE_R].
 
     Both ways give the same products: numbers of 16 bits times powers of two are exact. If `IS_FAST` is false or hidden
-    states are not bfloat16, the scales multiply the products.
+    states are not bfloat16, the scales multiply the products. Tiles of 16 rows and more are multiplied in two halves:
+    half the unpacked numbers need half the registers, and one more program fits on a multiprocessor.
     """
     NUM_TILES: tl.constexpr = (DEPTH + 127) // 128
     dtype: tl.constexpr = hidden_rows.dtype.element_ty
-    inner, within = tl.arange(0, 16), tl.arange(0, 128)
+    NUM_CUTS: tl.constexpr = 2 if TILE_R >= 16 else 1
+    CUT: tl.constexpr = 128 // NUM_CUTS
+    inner, within = tl.arange(0, 16), tl.arange(0, CUT)
     group = (weight.to(tl.int64) * (NUM_COLUMNS // 32) + column // 32) * NUM_TILES
     words = numbers + (group * 512 + column % 32 * 16)[:, None]
     scale_words = scales + (group * 32 + column % 32)
@@ -274,9 +291,18 @@ def packed_product_tile(
             packed = tl.load(
                 words + tile * 512 + inner[None, :], mask=is_weight, other=0, eviction_policy="evict_first"
             )
-            is_element = is_hidden if DEPTH % 128 == 0 else is_hidden & (within < DEPTH - begin)[None, :]
-            rows = tl.load(hidden_rows[:, None] + within[None, :] + begin, mask=is_element, other=0.0)
-            acc = tl.dot(_unpack_tile(packed, scale_word, TILE_C), tl.trans(rows), acc)
+            first, last = tl.inline_asm_elementwise(
+                FACTORS, "=r,=r,r", [scale_word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+            )
+            for cut in tl.static_range(NUM_CUTS):
+                column_in = begin + cut * CUT + within
+                is_element = is_hidden if DEPTH % 128 == 0 else is_hidden & (column_in < DEPTH)[None, :]
+                rows = tl.load(hidden_rows[:, None] + column_in[None, :], mask=is_element, other=0.0)
+                if NUM_CUTS == 1:
+                    unpacked = _unpack_tile(packed, first, last, TILE_C)
+                else:
+                    unpacked = _unpack_half(packed, last if cut else first, cut, TILE_C)
+                acc = tl.dot(unpacked, tl.trans(rows), acc)
         else:
             for j in tl.static_range(8):
                 is_element = is_hidden if DEPTH % 128 == 0 else is_hidden & (begin + j * 16 < DEPTH)

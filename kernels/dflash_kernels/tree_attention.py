@@ -178,7 +178,7 @@ def tree_attention(
         tree.depths.contiguous(), tree.words.contiguous(), softmax.sinks, parts, part_lses, *strides,
         num_rows, num_pages, num_out, factor_of_products(head_dim, scales), scales.value,
         CAP=cap_of_products(softmax, head_dim, scales), NUM_WORDS=tree.words.shape[2], TILE_M=shape.rows, **cut,
-        num_warps=4, num_stages=shape.num_stages,
+        num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if num_splits > 1:
         # In one tile of all packed rows, every row sees the keys that the anchor and the last row see.

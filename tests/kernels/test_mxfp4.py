@@ -15,6 +15,8 @@ from dflash_kernels.mxfp4 import (
     LARGEST_SCALE,
     MAGNITUDES,
     UNPACK,
+    UNPACK_FIRST,
+    UNPACK_LAST,
     Packed,
     arrange_numbers,
     arrange_scales,
@@ -71,17 +73,24 @@ def test_the_assembly_gives_the_unpacked_numbers(is_reversed: bool) -> None:
     scales = LARGEST_SCALE - torch.arange(128) if is_reversed else torch.arange(128)
     weight = pack_stored(blocks.view(1, 32, 4, 16).to(torch.uint8), scales.view(1, 32, 4).to(torch.uint8))
     assert weight.has_small_scales
-    assert torch.equal(run_unpack(weight), unpack(weight, torch.float64)[0])
+    wanted = unpack(weight, torch.float64)[0]
+    assert torch.equal(torch.cat(run_unpack(weight, UNPACK.value), dim=1), wanted)
+    halves = [run_unpack(weight, text.value, half)[0] for half, text in enumerate((UNPACK_FIRST, UNPACK_LAST))]
+    assert torch.equal(torch.cat(halves, dim=1), wanted)
 
 
-def run_unpack(weight: Packed) -> Tensor:
-    """Run the assembly on a weight of one tile, [32, 128]."""
+def run_unpack(weight: Packed, text: str, half: int | None = None) -> tuple[Tensor, ...]:
+    """Run the assembly for both halves or one half of a weight of one tile -> the columns of each half, [32, 64]."""
     numbers, scales = (part[0, 0, 0].long() & 0xFFFFFFFF for part in (weight.numbers, weight.scales))
     factors = run_assembly(FACTORS.value, {"$2": scales[:, None].expand(32, 8)})
-    given = {"$8": numbers[:, ::2], "$9": numbers[:, 1::2], "$10": factors["$0"], "$12": factors["$1"]}
-    found = run_assembly(UNPACK.value, given)
-    columns = [torch.stack([bfloat16_of(found[f"${j}"] >> at) for at in (0, 16)], dim=-1) for j in range(8)]
-    return torch.stack(columns, dim=1).flatten(1)
+    words = numbers[:, ::2], numbers[:, 1::2]
+    if half is None:
+        given = {"$8": words[0], "$9": words[1], "$10": factors["$0"], "$12": factors["$1"]}
+    else:
+        given = {"$4": words[0], "$5": words[1], "$6": factors[f"${half}"]}
+    found, count = run_assembly(text, given), 8 if half is None else 4
+    columns = [torch.stack([bfloat16_of(found[f"${j}"] >> at) for at in (0, 16)], dim=-1) for j in range(count)]
+    return tuple(torch.stack(columns[at : at + 4], dim=1).flatten(1) for at in range(0, count, 4))
 
 
 @pytest.mark.triton
@@ -89,7 +98,15 @@ def run_unpack(weight: Packed) -> Tensor:
     ("num_rows", "num_experts", "num_chosen", "gate"),
     [
         pytest.param(*counts, gate, marks=() if gate is CLAMPED or counts == (3, 4, 4) else pytest.mark.slow)
-        for counts in ((1, 4, 2), (3, 4, 4), (9, 5, 2), (MAX_EXPERT_ROWS + 7, 3, 2))
+        for counts in (
+            (1, 4, 2),
+            (3, 4, 4),
+            (9, 5, 2),
+            (20, 5, 2),
+            (70, 4, 2),
+            (120, 3, 2),
+            (MAX_EXPERT_ROWS + 7, 3, 2),
+        )
         for gate in (SILU, GELU, CLAMPED)
     ],
 )
