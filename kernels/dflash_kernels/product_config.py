@@ -101,11 +101,32 @@ def _wide_shape(
     if not is_gated:
         num_parts = max(1, min(num_places // num_programs, MAX_PARTS, depth // (4 * inner)))
         num_programs *= num_parts
-    if 10 * num_programs < 7 * num_places * ceil_div(num_programs, num_places):
+    num_rounds = ceil_div(num_programs, num_places)
+    fills = num_programs / (num_places * num_rounds)
+    if not is_gated and rows == 128 and (num_rounds > 1 or fills < 0.9):
+        long = _long_sum_shape(num_columns, depth, itemsize, device)
+        if long is not None:
+            return long
+    if fills < (0.9 if num_rounds > 1 and not is_gated else 0.7):
         return None
     stage_bytes = (columns * (2 if is_gated else 1) + rows) * inner * itemsize
     num_stages = fitting_stages(3 if is_gated else 4, stage_bytes, 0, device)
     return ProductShape(rows, columns, inner, num_parts, num_stages, has_descriptors=True)
+
+
+LONG_SUM = 4096
+"""Shortest inner sum of a part for tiles of 128 rows and 128 columns."""
+
+
+def _long_sum_shape(num_columns: int, depth: int, itemsize: int, device: torch.device) -> ProductShape | None:
+    """Return the tiling of 65 to 128 rows in square tiles, or None unless long sums fill the device in one round."""
+    columns, inner, num_places = 128, 64, num_multiprocessors(device)
+    num_tiles = ceil_div(num_columns, columns)
+    num_parts = min(num_places // num_tiles, MAX_PARTS, depth // LONG_SUM)
+    num_stages = fitting_stages(5, 2 * columns * inner * itemsize, 0, device)
+    if 10 * num_tiles * num_parts < 9 * num_places or num_stages < 5:
+        return None
+    return ProductShape(128, columns, inner, num_parts, num_stages, has_descriptors=True)
 
 
 @dataclass(frozen=True, slots=True)
