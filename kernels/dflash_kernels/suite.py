@@ -36,6 +36,7 @@ from dflash_kernels.given_rows import give_rows, give_rows_ref
 from dflash_kernels.kv_store import kv_store, kv_store_ref
 from dflash_kernels.largest_probability import Likeliest, largest_probability, largest_probability_ref
 from dflash_kernels.launch import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
+from dflash_kernels.logit_cap import cap_logits, cap_logits_ref
 from dflash_kernels.markov_walk import markov_walk, markov_walk_ref
 from dflash_kernels.odds_refit import refit_odds, refit_odds_ref
 from dflash_kernels.output_gate import output_gate, output_gate_ref
@@ -140,6 +141,7 @@ class Kernels:
     keep_passed: Callable[..., None]
     gated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     output_gate: Callable[[Tensor, Tensor], Tensor]
+    cap_logits: Callable[[Tensor, float], Tensor]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     close_tree: Callable[[RowState, Tensor, StepRows, Path, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -197,6 +199,7 @@ REFERENCE = Kernels(
     keep_passed=keep_passed_ref,
     gated_norm=gated_norm_ref,
     output_gate=output_gate_ref,
+    cap_logits=cap_logits_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
     close_tree=close_tree_ref,
@@ -254,6 +257,7 @@ _TRITON = Kernels(
     keep_passed=keep_passed,
     gated_norm=gated_norm,
     output_gate=output_gate,
+    cap_logits=cap_logits,
     open_step=open_step,
     close_step=close_step,
     close_tree=close_tree,
