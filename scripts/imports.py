@@ -32,6 +32,7 @@ NESTED = frozenset(("dflash_cli/probing",))
 """Folders with folders that have levels of their own."""
 
 LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "dflash_kernels": {"base": ("launch", "launch_config", "early_launch", "tanh")},
     "dflash_runtime": {
         "base": (
             "errors",
@@ -61,8 +62,6 @@ def room_of(module: str) -> str:
     """
     package, *rest = module.split(".")
     short = package.removeprefix("dflash_")
-    if package == "dflash_kernels":
-        return short
     head = rest[0] if rest else ""
     if (ROOT / PACKAGES[package] / head).is_dir() and head:
         is_inner = f"{package}/{head}" in NESTED and (ROOT / PACKAGES[package] / "/".join(rest[:2])).is_dir()

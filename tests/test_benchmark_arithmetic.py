@@ -11,7 +11,7 @@ import host_time
 import load
 import step_time
 from dflash_cli.terminal import documentation
-from dflash_kernels.step_rows import Bounds, RowState
+from dflash_kernels.steps.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
 from dflash_runtime.scheduling.width import AdaptiveWidth, StepTimes

@@ -149,7 +149,7 @@ def observed(steps: Sequence[tuple[Sequence[float], int]]) -> "tuple[Tensor, Ten
     """Return features [S, K], accepted and verified counts [S], from confidences and accepted counts of S steps."""
     import torch
 
-    from dflash_kernels.draft_odds import features_of
+    from dflash_kernels.steps.draft_odds import features_of
 
     most = max(len(own) for own, _ in steps)
     padded = torch.tensor([[*own, *[0.5] * (most - len(own))] for own, _ in steps], dtype=torch.float64)

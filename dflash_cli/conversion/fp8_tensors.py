@@ -24,7 +24,7 @@ from dflash_runtime.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dflash_kernels.fp8_weight import Fp8Weight
+    from dflash_kernels.fp8.fp8_weight import Fp8Weight
 
 BLOCK = 128
 CHUNK_ROWS = 4 * BLOCK
@@ -143,7 +143,7 @@ def _made(name: str, tensor: WrittenTensor, load: Any) -> list[WrittenTensor]:
 
 
 def _chunks(matrix: "Tensor") -> "Iterator[Fp8Weight]":
-    from dflash_kernels.fp8_weight import to_fp8
+    from dflash_kernels.fp8.fp8_weight import to_fp8
 
     for rows in matrix.split(CHUNK_ROWS):
         yield to_fp8(rows, (BLOCK, BLOCK))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_cli.tuning.what_if import KV_FORMATS, WEIGHT_FORMATS
-from dflash_kernels.rope_store import HALVES, KVPlace, Turn
+from dflash_kernels.kv.rope_store import HALVES, KVPlace, Turn
 from dflash_kernels.suite import Kernels
 from dflash_runtime.models.weights import Weights
 

@@ -27,7 +27,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from dflash_kernels import block_attention
+from dflash_kernels.attention import block_attention
 from dflash_kernels.launch import ceil_div
 from dflash_kernels.launch_config import AttentionShape, BalancedShape, num_multiprocessors
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels

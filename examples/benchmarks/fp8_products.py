@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dflash_kernels import fp8_product
-from dflash_kernels.fp8_config import Fp8Shape, fp8_product_shape
-from dflash_kernels.fp8_weight import Fp8Weight, Rounded, Rows, plain_rows, round_rows_ref, to_fp8
+from dflash_kernels.fp8 import fp8_product
+from dflash_kernels.fp8.fp8_config import Fp8Shape, fp8_product_shape
+from dflash_kernels.fp8.fp8_weight import Fp8Weight, Rounded, Rows, plain_rows, round_rows_ref, to_fp8
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from timing.arguments import counts, open_device, run_dtype
 from timing.ceilings import device_ms

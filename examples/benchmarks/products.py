@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.activation import silu_mul, silu_mul_ref
-from dflash_kernels.many_rows import cut_of_many_rows
-from dflash_kernels.product_config import product_shape
+from dflash_kernels.products.activation import silu_mul, silu_mul_ref
+from dflash_kernels.products.many_rows import cut_of_many_rows
+from dflash_kernels.products.product_config import product_shape
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from timing.arguments import counts, open_device, run_dtype
 from timing.ceilings import device_ms

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dflash_kernels.attention.ragged_attention import Segment, plan_ragged
 from dflash_kernels.launch_config import RaggedShape, ragged_shape
-from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from timing.ceilings import median_us
 

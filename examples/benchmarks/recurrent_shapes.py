@@ -16,14 +16,14 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from dflash_kernels import delta_blocks as at_once
-from dflash_kernels import delta_prompts as prompts
-from dflash_kernels import delta_rule as rule
-from dflash_kernels import recent_conv as conv
+from dflash_kernels.attention.ragged_attention import Segment
 from dflash_kernels.early_launch import early
-from dflash_kernels.gated_norm import gated_norm
-from dflash_kernels.ragged_attention import Segment
-from dflash_kernels.recent_conv import RowRuns, recent_conv
+from dflash_kernels.norms.gated_norm import gated_norm
+from dflash_kernels.recurrent import delta_blocks as at_once
+from dflash_kernels.recurrent import delta_prompts as prompts
+from dflash_kernels.recurrent import delta_rule as rule
+from dflash_kernels.recurrent import recent_conv as conv
+from dflash_kernels.recurrent.recent_conv import RowRuns, recent_conv
 from timing.arguments import open_device
 from timing.ceilings import median_us
 

@@ -9,20 +9,26 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from dflash_kernels.block_attention import block_attention, block_attention_ref
-from dflash_kernels.block_conv import block_conv, block_conv_ref, conv_add_norm, conv_add_norm_ref
-from dflash_kernels.candidate_walk import Walk, candidate_walk, candidate_walk_ref
-from dflash_kernels.context_kv import context_kv_store, context_kv_store_ref
-from dflash_kernels.delta_blocks import delta_blocks, delta_blocks_ref
-from dflash_kernels.delta_prompts import delta_prompts, delta_prompts_ref
-from dflash_kernels.delta_rule import delta_rule, delta_rule_ref
-from dflash_kernels.draft_odds import DraftOdds, add_outcomes, add_outcomes_ref, draft_odds, draft_odds_ref
-from dflash_kernels.draft_tree import Tree, build_tree, build_tree_ref
-from dflash_kernels.expert_choice import choose_experts, choose_experts_ref
-from dflash_kernels.experts import experts, experts_ref
-from dflash_kernels.fp8_experts import fp8_experts, fp8_experts_ref
-from dflash_kernels.fp8_norm import add_round_norm, add_round_norm_ref
-from dflash_kernels.fp8_product import (
+from dflash_kernels.attention.block_attention import block_attention, block_attention_ref
+from dflash_kernels.attention.ragged_attention import ragged_attention, ragged_attention_ref
+from dflash_kernels.attention.shared_attention import shared_attention, shared_attention_ref
+from dflash_kernels.attention.tree_attention import tree_attention, tree_attention_ref
+from dflash_kernels.drafts.block_conv import block_conv, block_conv_ref, conv_add_norm, conv_add_norm_ref
+from dflash_kernels.drafts.candidate_walk import Walk, candidate_walk, candidate_walk_ref
+from dflash_kernels.drafts.draft_tree import Tree, build_tree, build_tree_ref
+from dflash_kernels.drafts.markov_walk import markov_walk, markov_walk_ref
+from dflash_kernels.drafts.tree_path import (
+    Path,
+    PathRecords,
+    follow_tree,
+    follow_tree_ref,
+    move_records,
+    move_records_ref,
+    move_rows,
+    move_rows_ref,
+)
+from dflash_kernels.fp8.fp8_norm import add_round_norm, add_round_norm_ref
+from dflash_kernels.fp8.fp8_product import (
     fp8_gated_product,
     fp8_gated_product_ref,
     fp8_product,
@@ -30,28 +36,23 @@ from dflash_kernels.fp8_product import (
     fp8_product_parts_ref,
     fp8_product_ref,
 )
-from dflash_kernels.fp8_weight import Fp8Weight, Rounded, Rows
-from dflash_kernels.gated_norm import gated_norm, gated_norm_ref
-from dflash_kernels.given_rows import give_rows, give_rows_ref
-from dflash_kernels.kv_store import kv_store, kv_store_ref
-from dflash_kernels.largest_probability import Likeliest, largest_probability, largest_probability_ref
+from dflash_kernels.fp8.fp8_weight import Fp8Weight, Rounded, Rows
+from dflash_kernels.kv.context_kv import context_kv_store, context_kv_store_ref
+from dflash_kernels.kv.kv_store import kv_store, kv_store_ref
+from dflash_kernels.kv.rope_store import rope_store, rope_store_ref
+from dflash_kernels.kv.slot_mapping import locate_rows, locate_rows_ref
 from dflash_kernels.launch import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
-from dflash_kernels.logit_cap import cap_logits, cap_logits_ref
-from dflash_kernels.markov_walk import markov_walk, markov_walk_ref
-from dflash_kernels.odds_refit import refit_odds, refit_odds_ref
-from dflash_kernels.output_gate import output_gate, output_gate_ref
-from dflash_kernels.product import (
-    gated_product,
-    gated_product_ref,
-    product,
-    product_parts,
-    product_parts_ref,
-    product_ref,
-)
-from dflash_kernels.ragged_attention import ragged_attention, ragged_attention_ref
-from dflash_kernels.recent_conv import recent_conv, recent_conv_ref
-from dflash_kernels.rejection import reject, reject_ref
-from dflash_kernels.rope_norm import (
+from dflash_kernels.logits.largest_probability import Likeliest, largest_probability, largest_probability_ref
+from dflash_kernels.logits.logit_cap import cap_logits, cap_logits_ref
+from dflash_kernels.logits.rejection import reject, reject_ref
+from dflash_kernels.logits.sampling import Chosen, argmax, argmax_ref, sample, sample_ref
+from dflash_kernels.logits.top_tokens import likely_tokens, likely_tokens_ref, top_tokens, top_tokens_ref
+from dflash_kernels.mixtures.expert_choice import choose_experts, choose_experts_ref
+from dflash_kernels.mixtures.experts import experts, experts_ref
+from dflash_kernels.mixtures.fp8_experts import fp8_experts, fp8_experts_ref
+from dflash_kernels.norms.gated_norm import gated_norm, gated_norm_ref
+from dflash_kernels.norms.output_gate import output_gate, output_gate_ref
+from dflash_kernels.norms.rope_norm import (
     add_rms_norm,
     add_rms_norm_ref,
     rms_norm,
@@ -59,8 +60,25 @@ from dflash_kernels.rope_norm import (
     sum_rms_norm,
     sum_rms_norm_ref,
 )
-from dflash_kernels.rope_store import rope_store, rope_store_ref
-from dflash_kernels.row_changes import (
+from dflash_kernels.norms.sandwich_norm import sandwich_norm, sandwich_norm_ref
+from dflash_kernels.products.product import (
+    gated_product,
+    gated_product_ref,
+    product,
+    product_parts,
+    product_parts_ref,
+    product_ref,
+)
+from dflash_kernels.recurrent.delta_blocks import delta_blocks, delta_blocks_ref
+from dflash_kernels.recurrent.delta_prompts import delta_prompts, delta_prompts_ref
+from dflash_kernels.recurrent.delta_rule import delta_rule, delta_rule_ref
+from dflash_kernels.recurrent.recent_conv import recent_conv, recent_conv_ref
+from dflash_kernels.recurrent.state_snapshots import keep_passed, keep_passed_ref
+from dflash_kernels.recurrent.tree_conv import tree_conv, tree_conv_ref
+from dflash_kernels.steps.draft_odds import DraftOdds, add_outcomes, add_outcomes_ref, draft_odds, draft_odds_ref
+from dflash_kernels.steps.given_rows import give_rows, give_rows_ref
+from dflash_kernels.steps.odds_refit import refit_odds, refit_odds_ref
+from dflash_kernels.steps.row_changes import (
     HeldRows,
     ReadyRows,
     change_rows,
@@ -68,12 +86,7 @@ from dflash_kernels.row_changes import (
     switch_on_rows,
     switch_on_rows_ref,
 )
-from dflash_kernels.sampling import Chosen, argmax, argmax_ref, sample, sample_ref
-from dflash_kernels.sandwich_norm import sandwich_norm, sandwich_norm_ref
-from dflash_kernels.shared_attention import shared_attention, shared_attention_ref
-from dflash_kernels.slot_mapping import locate_rows, locate_rows_ref
-from dflash_kernels.state_snapshots import keep_passed, keep_passed_ref
-from dflash_kernels.step_rows import (
+from dflash_kernels.steps.step_rows import (
     Bounds,
     RowState,
     StepRows,
@@ -83,19 +96,6 @@ from dflash_kernels.step_rows import (
     close_tree_ref,
     open_step,
     open_step_ref,
-)
-from dflash_kernels.top_tokens import likely_tokens, likely_tokens_ref, top_tokens, top_tokens_ref
-from dflash_kernels.tree_attention import tree_attention, tree_attention_ref
-from dflash_kernels.tree_conv import tree_conv, tree_conv_ref
-from dflash_kernels.tree_path import (
-    Path,
-    PathRecords,
-    follow_tree,
-    follow_tree_ref,
-    move_records,
-    move_records_ref,
-    move_rows,
-    move_rows_ref,
 )
 
 KernelChoice = Literal["auto", "triton", "reference"]

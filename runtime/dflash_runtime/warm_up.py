@@ -12,7 +12,7 @@ from functools import partial
 from itertools import count, islice
 
 from dflash_kernels.launch_config import LONG_CONTEXT
-from dflash_kernels.product_config import GATED_ROWS, many_rows_shape
+from dflash_kernels.products.product_config import GATED_ROWS, many_rows_shape
 from dflash_runtime.device.decode_graphs import StepMode, kinds_of
 from dflash_runtime.device.memory import log_use
 from dflash_runtime.engine import Engine

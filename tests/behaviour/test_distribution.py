@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_kernels.sampling import filtered_probs_ref
+from dflash_kernels.logits.sampling import filtered_probs_ref
 from dflash_runtime.draft_config import MarkovConfig
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.layers import Attend

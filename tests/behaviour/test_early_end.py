@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.step_rows import StepRows
+from dflash_kernels.steps.step_rows import StepRows
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device.blocks import Blocks, Proposal, Sampling
 from dflash_runtime.device.early_end import EarlyEnd

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.drafts.dflash import DFlashDraft

@@ -20,10 +20,10 @@ from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import open_session
 from dflash_cli.tuning.rounded_pairs import rounded
 from dflash_cli.tuning.what_if import parse_what_ifs
-from dflash_kernels.fp8_weight import FP8
-from dflash_kernels.kv_format import UNSCALED, KVScales
-from dflash_kernels.kv_store import kv_store_ref
-from dflash_kernels.rope_store import HALVES, KVPlace, Turn, rope_store_ref
+from dflash_kernels.fp8.fp8_weight import FP8
+from dflash_kernels.kv.kv_format import UNSCALED, KVScales
+from dflash_kernels.kv.kv_store import kv_store_ref
+from dflash_kernels.kv.rope_store import HALVES, KVPlace, Turn, rope_store_ref
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_kernels import ragged_attention
+from dflash_kernels.attention import ragged_attention
 from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.metrics import count_acceptance
 from dflash_runtime.scheduling.request import Request

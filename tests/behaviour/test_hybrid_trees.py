@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_kernels.delta_blocks import MAX_TREE_ROWS
+from dflash_kernels.recurrent.delta_blocks import MAX_TREE_ROWS
 from dflash_runtime.device.attention import MAX_RECURRENT_NODES
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams

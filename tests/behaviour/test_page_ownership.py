@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.kv.rope_store import KVPlace
 from dflash_runtime.device.kv import PagedAttention
 from dflash_runtime.device.prefill import RaggedAttention
 from dflash_runtime.device.results import PendingForward

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dflash_kernels.given_rows import give_rows, give_rows_ref
 from dflash_kernels.launch import HAS_TRITON
+from dflash_kernels.steps.given_rows import give_rows, give_rows_ref
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.device import acceptance_model
 from dflash_runtime.device.settings import apply_exclusions

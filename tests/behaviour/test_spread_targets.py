@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_runtime.device import spreading
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.device.spreading import resolve_spread, share_out

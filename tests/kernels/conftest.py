@@ -38,7 +38,7 @@ class PoisonedTorch:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    for info in pkgutil.iter_modules(dflash_kernels.__path__, "dflash_kernels."):
+    for info in pkgutil.walk_packages(dflash_kernels.__path__, "dflash_kernels."):
         module = importlib.import_module(info.name)
         if hasattr(module, "torch"):
             monkeypatch.setattr(module, "torch", PoisonedTorch())

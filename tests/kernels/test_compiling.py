@@ -14,17 +14,17 @@ PROGRAM = """
 import sys, torch
 sys.path.insert(0, "tests/kernels")
 import test_graphs
-from dflash_kernels import product
-from dflash_kernels.softmax import PLAIN, Softmax
-from dflash_kernels.activation import Gate, silu_mul
-from dflash_kernels.draft_tree import TreeRows
-from dflash_kernels.fp8_weight import FP8, Fp8Weight
+from dflash_kernels.products import product
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.products.activation import Gate, silu_mul
+from dflash_kernels.drafts.draft_tree import TreeRows
+from dflash_kernels.fp8.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.launch_config import LONG_CONTEXT, few_rows_shape, ragged_shape
-from dflash_kernels.ragged_attention import Segment, plan_ragged
-from dflash_kernels.mxfp4 import Packed
-from dflash_kernels.pushed_sum import Rooms
-from dflash_kernels.rope_norm import add_rms_norm_of_ranks
-from dflash_kernels.rope_store import KVPlace
+from dflash_kernels.attention.ragged_attention import Segment, plan_ragged
+from dflash_kernels.mixtures.mxfp4 import Packed
+from dflash_kernels.norms.pushed_sum import Rooms
+from dflash_kernels.norms.rope_norm import add_rms_norm_of_ranks
+from dflash_kernels.kv.rope_store import KVPlace
 from dflash_kernels.suite import triton_kernels
 from dflash_testing import compiling
 from dflash_testing.tensors import between_layers
@@ -158,7 +158,7 @@ def test_every_kernel_compiles(shapes: str, least: int, tmp_path: Path) -> None:
 
 def test_kernels_know_their_strides() -> None:
     """The compiler joins the loads of adjacent numbers only if it knows that 16 divides the strides."""
-    files = (ROOT / "kernels" / "dflash_kernels").glob("*.py")
+    files = (ROOT / "kernels" / "dflash_kernels").rglob("*.py")
     unknown = [text for file in files for text in re.findall(r"do_not_specialize=\[(.*?)\]", file.read_text())]
     assert len(unknown) > 20
     assert not [text for text in unknown if re.search(r"stride|_row\b|_part\b", text)]

@@ -6,25 +6,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.activation import GELU, Gate
-from dflash_kernels.candidate_walk import Codebooks, WalkDraws
-from dflash_kernels.delta_prompts import PromptChunks
-from dflash_kernels.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
-from dflash_kernels.draft_odds import NUM_SUMS
-from dflash_kernels.draft_tree import TreeRows, ancestor_words
-from dflash_kernels.fp8_weight import FP8, Fp8Weight
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.drafts.candidate_walk import Codebooks, WalkDraws
+from dflash_kernels.drafts.draft_tree import TreeRows, ancestor_words
+from dflash_kernels.drafts.tree_path import PathRecords
+from dflash_kernels.fp8.fp8_weight import FP8, Fp8Weight
+from dflash_kernels.kv.rope_store import KVPlace
+from dflash_kernels.kv.slot_mapping import PAD
 from dflash_kernels.launch_config import JOINT_ROWS, MAX_EXPERT_ROWS
-from dflash_kernels.mxfp4 import Packed, arrange_numbers, arrange_scales
-from dflash_kernels.recent_conv import RowRuns
-from dflash_kernels.rope_store import KVPlace
-from dflash_kernels.row_changes import HeldRows, ReadyRows
-from dflash_kernels.sandwich_norm import Beside
-from dflash_kernels.slot_mapping import PAD
-from dflash_kernels.softmax import PLAIN, Softmax
-from dflash_kernels.state_snapshots import LayerMemories, PassedRows, Snapshots
-from dflash_kernels.step_rows import Bounds, RowState
+from dflash_kernels.mixtures.mxfp4 import Packed, arrange_numbers, arrange_scales
+from dflash_kernels.norms.sandwich_norm import Beside
+from dflash_kernels.products.activation import GELU, Gate
+from dflash_kernels.recurrent.delta_prompts import PromptChunks
+from dflash_kernels.recurrent.delta_rule import BlockTexts, DeltaMemory, Gates, state_tiles
+from dflash_kernels.recurrent.recent_conv import RowRuns
+from dflash_kernels.recurrent.state_snapshots import LayerMemories, PassedRows, Snapshots
+from dflash_kernels.steps.draft_odds import NUM_SUMS
+from dflash_kernels.steps.row_changes import HeldRows, ReadyRows
+from dflash_kernels.steps.step_rows import Bounds, RowState
 from dflash_kernels.suite import REFERENCE, Kernels, triton_kernels
-from dflash_kernels.tree_path import PathRecords
 from dflash_testing.distributions import reject_probs
 from dflash_testing.gpu import detecting_syncs
 from dflash_testing.tensors import DEVICE, assert_rows_close, between_layers, normal, random_pages

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels.kv.rope_store import KVPlace
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS, MAX_GRID
-from dflash_kernels.rope_store import KVPlace
-from dflash_kernels.step_rows import Bounds, RowState
+from dflash_kernels.steps.step_rows import Bounds, RowState
 from dflash_kernels.suite import triton_kernels
 from dflash_runtime.device.settings import resolve_limits
 from dflash_runtime.engine_config import EngineConfig

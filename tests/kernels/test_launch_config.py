@@ -15,7 +15,7 @@ from dflash_kernels.launch_config import (
     few_rows_shape,
     ragged_shape,
 )
-from dflash_kernels.product_config import product_shape
+from dflash_kernels.products.product_config import product_shape
 
 pytestmark = pytest.mark.reference
 

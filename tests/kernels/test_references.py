@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.block_attention import block_attention_ref
-from dflash_kernels.categorical import categorical_ref
-from dflash_kernels.kv_store import kv_store_ref
-from dflash_kernels.rope_norm import rms_norm_ref, rope_ref
-from dflash_kernels.sampling import filtered_probs_ref, sample_ref
-from dflash_kernels.slot_mapping import PAD, slot_mapping_ref
-from dflash_kernels.softmax import PLAIN, Softmax
-from dflash_kernels.uniform import uniform_ref
+from dflash_kernels.attention.block_attention import block_attention_ref
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.kv.kv_store import kv_store_ref
+from dflash_kernels.kv.slot_mapping import PAD, slot_mapping_ref
+from dflash_kernels.logits.categorical import categorical_ref
+from dflash_kernels.logits.sampling import filtered_probs_ref, sample_ref
+from dflash_kernels.logits.uniform import uniform_ref
+from dflash_kernels.norms.rope_norm import rms_norm_ref, rope_ref
 from dflash_testing.tensors import SOFTMAXES, between_layers, random_softmax
 
 pytestmark = pytest.mark.reference

@@ -46,7 +46,7 @@ import sys
 sys.modules["triton"] = sys.modules["triton.language"] = None
 import torch
 from dflash_kernels.launch import NOT_INSTALLED
-from dflash_kernels.rope_norm import _rms_norm_kernel, rms_norm
+from dflash_kernels.norms.rope_norm import _rms_norm_kernel, rms_norm
 from dflash_kernels import launch, suite
 from dflash_kernels.suite import REFERENCE, pick_kernels, triton_kernels
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels import many_rows, ragged_attention
+from dflash_kernels.attention import ragged_attention
 from dflash_kernels.launch_config import RaggedShape
-from dflash_kernels.product_config import ManyRowsShape
-from dflash_kernels.row_changes import ReadyRows
-from dflash_kernels.step_rows import RowState
+from dflash_kernels.products import many_rows
+from dflash_kernels.products.product_config import ManyRowsShape
+from dflash_kernels.steps.row_changes import ReadyRows
+from dflash_kernels.steps.step_rows import RowState
 from dflash_kernels.suite import pick_kernels
 from dflash_runtime import warm_up
 from dflash_runtime.device import prefill

@@ -18,10 +18,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dflash_kernels.draft_tree import Tree
-from dflash_kernels.step_rows import RowState, StepRows
+from dflash_kernels.drafts.draft_tree import Tree
+from dflash_kernels.drafts.tree_path import Path
+from dflash_kernels.steps.step_rows import RowState, StepRows
 from dflash_kernels.suite import Kernels
-from dflash_kernels.tree_path import Path
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.scheduling.limits import Limits

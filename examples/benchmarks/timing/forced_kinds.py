@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dflash_kernels.largest_probability import Likeliest
-from dflash_kernels.step_rows import Bounds, RowState, StepRows
+from dflash_kernels.logits.largest_probability import Likeliest
+from dflash_kernels.steps.step_rows import Bounds, RowState, StepRows
 from dflash_kernels.suite import Kernels
 from dflash_runtime.device.loading import LoadedPair
 from timing.forced import ROW_DISTANCE, acceptance_rates

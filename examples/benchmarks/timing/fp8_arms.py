@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dflash_kernels.fp8_weight import FP8, to_fp8
+from dflash_kernels.fp8.fp8_weight import FP8, to_fp8
 from dflash_runtime.checkpoint.layout import HEAD
 from dflash_runtime.device.loading import LoadedPair
 from timing.pairs import RandomPair

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.draft_odds import NUM_SUMS, DraftOdds, add_outcomes_ref
-from dflash_kernels.odds_refit import newton_step
+from dflash_kernels.steps.draft_odds import NUM_SUMS, DraftOdds, add_outcomes_ref
+from dflash_kernels.steps.odds_refit import newton_step
 from dflash_kernels.suite import Kernels
 from dflash_runtime.models.placement import as_current
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.sampling import Distribution
-from dflash_kernels.step_rows import StepRows
+from dflash_kernels.logits.sampling import Distribution
+from dflash_kernels.steps.step_rows import StepRows
 from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.shared_rows import GivenRows
 from dflash_runtime.device.state import DeviceState

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dflash_kernels.step_rows import Bounds, StepRows
-from dflash_kernels.uniform import DRAFT
+from dflash_kernels.logits.uniform import DRAFT
+from dflash_kernels.steps.step_rows import Bounds, StepRows
 from dflash_runtime.device.acceptance_model import OnlineAcceptance
 from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
 from dflash_runtime.device.decode_graphs import StepMode

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.attention_rows import room_for
-from dflash_kernels.delta_rule import Gates
-from dflash_kernels.rope_store import KVPlace
-from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_kernels.attention.attention_rows import room_for
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.kv.rope_store import KVPlace
+from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_runtime.device.kv import PagedAttention
 from dflash_runtime.device.prefill import RaggedAttention
 from dflash_runtime.device.shared_rows import SharedAttention

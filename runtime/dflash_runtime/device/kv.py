@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_kernels.delta_rule import Gates
-from dflash_kernels.draft_tree import TreeRows
-from dflash_kernels.kv_format import UNSCALED, KVScales
-from dflash_kernels.rope_store import KVPlace
-from dflash_kernels.slot_mapping import PAD
-from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.drafts.draft_tree import TreeRows
+from dflash_kernels.kv.kv_format import UNSCALED, KVScales
+from dflash_kernels.kv.rope_store import KVPlace
+from dflash_kernels.kv.slot_mapping import PAD
+from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_kernels.suite import Kernels
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.models.layers import Recall

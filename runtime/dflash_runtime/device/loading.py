@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from dflash_kernels.kv_format import KVScales
+from dflash_kernels.kv.kv_format import KVScales
 from dflash_kernels.suite import Kernels
 from dflash_runtime.checkpoint.draft_tensors import owned_tensors
 from dflash_runtime.checkpoint.fp8_format import read_fp8_format

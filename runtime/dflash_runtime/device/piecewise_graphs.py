@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dflash_kernels.delta_rule import Gates
-from dflash_kernels.rope_store import KVPlace
-from dflash_kernels.slot_mapping import PAD
-from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.kv.rope_store import KVPlace
+from dflash_kernels.kv.slot_mapping import PAD
+from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_kernels.suite import Kernels
 from dflash_runtime.device.graph_memory import GraphMemory
 from dflash_runtime.device.joined_attention import JoinedAttention

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.delta_prompts import PromptChunks, chunk_ints
-from dflash_kernels.delta_rule import STATE_TILE, BlockTexts, Gates, empty_states, room_for
-from dflash_kernels.draft_tree import TreeRows
-from dflash_kernels.ragged_attention import Segment
-from dflash_kernels.recent_conv import RowRuns
-from dflash_kernels.state_snapshots import LayerMemories
-from dflash_kernels.tree_path import PathRecords
+from dflash_kernels.attention.ragged_attention import Segment
+from dflash_kernels.drafts.draft_tree import TreeRows
+from dflash_kernels.drafts.tree_path import PathRecords
+from dflash_kernels.recurrent.delta_prompts import PromptChunks, chunk_ints
+from dflash_kernels.recurrent.delta_rule import STATE_TILE, BlockTexts, Gates, empty_states, room_for
+from dflash_kernels.recurrent.recent_conv import RowRuns
+from dflash_kernels.recurrent.state_snapshots import LayerMemories
 from dflash_runtime.device.snapshot_pool import PromptKeeps, SnapshotPool
 from dflash_runtime.device.state import row_of
 from dflash_runtime.engine_config import EXACT_REQUESTS

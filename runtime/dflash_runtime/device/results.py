@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.step_rows import NUM_FIELDS
+from dflash_kernels.steps.step_rows import NUM_FIELDS
 from dflash_runtime.device.shared_rows import UNVERIFIED
 from dflash_runtime.ranks.rank_group import ALONE, Ranks
 from dflash_runtime.scheduling.batch import Batch, Chunk, StepOutput

@@ -5,7 +5,7 @@ from typing import cast
 
 import torch
 
-from dflash_kernels.fp8_weight import FP8
+from dflash_kernels.fp8.fp8_weight import FP8
 from dflash_kernels.launch import HAS_TRITON
 from dflash_kernels.launch_config import MAX_GRID
 from dflash_kernels.suite import REFERENCE, KernelChoice, Kernels, pick_kernels

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.delta_rule import Gates
-from dflash_kernels.rope_store import KVPlace
-from dflash_kernels.sampling import Distribution
-from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.kv.rope_store import KVPlace
+from dflash_kernels.logits.sampling import Distribution
+from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_runtime.device.kv import PagedAttention
 
 UNVERIFIED = -2

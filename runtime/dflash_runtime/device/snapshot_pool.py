@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.delta_prompts import PromptChunks, chunk_ints
-from dflash_kernels.ragged_attention import Segment
-from dflash_kernels.state_snapshots import LayerMemories, PassedRows, Snapshots
-from dflash_kernels.step_rows import StepRows
+from dflash_kernels.attention.ragged_attention import Segment
+from dflash_kernels.recurrent.delta_prompts import PromptChunks, chunk_ints
+from dflash_kernels.recurrent.state_snapshots import LayerMemories, PassedRows, Snapshots
+from dflash_kernels.steps.step_rows import StepRows
 from dflash_runtime.device.state import DeviceState, Uploader, row_of, rows_of
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.batch import Chunk

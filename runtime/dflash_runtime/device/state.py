@@ -15,8 +15,8 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-from dflash_kernels.row_changes import NUM_CHANGE_FIELDS, HeldRows
-from dflash_kernels.step_rows import RowState
+from dflash_kernels.steps.row_changes import NUM_CHANGE_FIELDS, HeldRows
+from dflash_kernels.steps.step_rows import RowState
 from dflash_kernels.suite import Kernels
 from dflash_runtime.scheduling.batch import PageAddition
 from dflash_runtime.scheduling.request import Request

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dflash_kernels.draft_tree import ranks_of_text
-from dflash_kernels.kv_format import KVScales
+from dflash_kernels.drafts.draft_tree import ranks_of_text
+from dflash_kernels.kv.kv_format import KVScales
 from dflash_kernels.launch_config import MAX_GRID
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.kv import KVCache, PagedAttention

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.draft_tree import Tree
-from dflash_kernels.step_rows import RowState, StepRows
+from dflash_kernels.drafts.draft_tree import Tree
+from dflash_kernels.drafts.tree_path import PathRecords
+from dflash_kernels.steps.step_rows import RowState, StepRows
 from dflash_kernels.suite import Kernels
-from dflash_kernels.tree_path import PathRecords
 from dflash_runtime.device.recurrent import RecurrentStates
 from dflash_runtime.drafts.draft import Draft, SelectingDraft, to_target
 from dflash_runtime.models.layers import Attend

@@ -5,7 +5,7 @@ Axis letters: R requests, W verified rows, T flat rows, V vocabulary.
 
 from torch import Tensor
 
-from dflash_kernels.sampling import Chosen
+from dflash_kernels.logits.sampling import Chosen
 from dflash_runtime.device.acceptance_model import OnlineAcceptance
 from dflash_runtime.device.blocks import Blocks, Proposal, Sampling
 from dflash_runtime.device.kv import KVCache, PagedAttention

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dflash_kernels.fp8_weight import SCALES
+from dflash_kernels.fp8.fp8_weight import SCALES
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.draft_config import DraftConfig

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dflash_kernels.candidate_walk import Codebooks, Walk, WalkDraws
+from dflash_kernels.drafts.candidate_walk import Codebooks, Walk, WalkDraws
+from dflash_kernels.logits.uniform import DRAFT
 from dflash_kernels.suite import Kernels
-from dflash_kernels.uniform import DRAFT
 from dflash_runtime.checkpoint.layout import CONVOLUTIONS, SELECTOR
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.dflash import DFlashDraft

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dflash_kernels.sampling import Distribution
+from dflash_kernels.logits.sampling import Distribution
 from dflash_runtime.checkpoint.draft_tensors import owned_tensors
 from dflash_runtime.checkpoint.layout import CONFIDENCE
 from dflash_runtime.checkpoint.pair import DraftLike

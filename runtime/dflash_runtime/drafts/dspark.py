@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dflash_kernels.candidate_walk import Codebooks
-from dflash_kernels.sampling import Chosen
-from dflash_kernels.top_tokens import MOST_TOP_TOKENS
-from dflash_kernels.uniform import DRAFT
+from dflash_kernels.drafts.candidate_walk import Codebooks
+from dflash_kernels.logits.sampling import Chosen
+from dflash_kernels.logits.top_tokens import MOST_TOP_TOKENS
+from dflash_kernels.logits.uniform import DRAFT
 from dflash_runtime.checkpoint.layout import MARKOV
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.confidence import ConfidenceHead

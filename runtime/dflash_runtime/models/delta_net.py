@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.delta_rule import Gates
-from dflash_kernels.fp8_weight import Fp8Weight, Rows
+from dflash_kernels.fp8.fp8_weight import Fp8Weight, Rows
+from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_kernels.suite import Kernels
 from dflash_runtime.models.delta_shapes import INPUTS
 from dflash_runtime.models.layers import Attend, Linear

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.fp8_weight import FP8, Fp8Weight
+from dflash_kernels.fp8.fp8_weight import FP8, Fp8Weight
 from dflash_runtime.checkpoint.layout import Shapes
 from dflash_runtime.models.expert_shapes import EXPERT_TENSOR, ExpertSizes, expert_sizes
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.activation import SILU, Gate, gate_ref
-from dflash_kernels.experts import Weight
-from dflash_kernels.fp8_experts import fp8_experts_ref
-from dflash_kernels.fp8_weight import Fp8Weight, Rows, plain_rows
-from dflash_kernels.mxfp4 import Packed, pack, unpack
+from dflash_kernels.fp8.fp8_weight import Fp8Weight, Rows, plain_rows
+from dflash_kernels.mixtures.experts import Weight
+from dflash_kernels.mixtures.fp8_experts import fp8_experts_ref
+from dflash_kernels.mixtures.mxfp4 import Packed, pack, unpack
+from dflash_kernels.products.activation import SILU, Gate, gate_ref
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.models.weights import Weights, find_matrix
 from dflash_runtime.target_config import ExpertsConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.fp8_weight import Fp8Weight, Rows
+from dflash_kernels.fp8.fp8_weight import Fp8Weight, Rows
 from dflash_kernels.suite import Kernels
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.models.delta_net import DeltaNet

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash_kernels.sandwich_norm import Beside
+from dflash_kernels.norms.sandwich_norm import Beside
 from dflash_kernels.suite import Kernels
 from dflash_runtime.checkpoint.layer_kinds import FULL, SLIDING
 from dflash_runtime.models.experts import Experts

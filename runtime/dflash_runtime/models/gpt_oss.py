@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_kernels.mxfp4_block import BLOCK
+from dflash_kernels.mixtures.mxfp4_block import BLOCK
 from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.layout import SINKS, Shape
 from dflash_runtime.models.decoder_target import DecoderTarget
@@ -49,7 +49,7 @@ class GptOssTarget(DecoderTarget):
         """Return a tensor as `Experts` reads it: inner width last, the gate's rows before the rows of `up`."""
         import torch
 
-        from dflash_kernels.mxfp4 import arrange_numbers, arrange_scales
+        from dflash_kernels.mixtures.mxfp4 import arrange_numbers, arrange_scales
 
         if name.endswith("_proj") and ".experts." in name:
             tensor = tensor.transpose(1, 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dflash_kernels.fp8_weight import Rows
+from dflash_kernels.fp8.fp8_weight import Rows
 from dflash_runtime.models.layers import Linear
 
 NO_ID = -1e4

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_runtime.checkpoint.decoder_values import num_streams
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dflash_kernels.delta_rule import Gates
-from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.layers import Attend

@@ -9,7 +9,7 @@ quantization/lifecycle/initialize.py.
 import math
 import re
 
-from dflash_kernels.kv_format import KVScales
+from dflash_kernels.kv.kv_format import KVScales
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.errors import MISSING, CheckpointError, UnsupportedError
 

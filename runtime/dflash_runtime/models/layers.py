@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dflash_kernels.activation import GELU, SILU, Gate, gate_ref
-from dflash_kernels.delta_rule import Gates
-from dflash_kernels.fp8_weight import Fp8Weight, Rows, plain_rows
-from dflash_kernels.rope_norm import add_rms_norm_of_ranks
-from dflash_kernels.rope_store import HALVES, KVPlace, Turn
-from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.fp8.fp8_weight import Fp8Weight, Rows, plain_rows
+from dflash_kernels.kv.rope_store import HALVES, KVPlace, Turn
+from dflash_kernels.norms.rope_norm import add_rms_norm_of_ranks
+from dflash_kernels.products.activation import GELU, SILU, Gate, gate_ref
+from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import SINKS
 from dflash_runtime.draft_config import DraftConfig

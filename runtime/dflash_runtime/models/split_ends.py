@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.fp8_weight import Rows
+from dflash_kernels.fp8.fp8_weight import Rows
 from dflash_runtime.models.layers import Linear
 from dflash_runtime.models.target_shares import id_range
 from dflash_runtime.ranks.rank_group import ALONE, Ranks

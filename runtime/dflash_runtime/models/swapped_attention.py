@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_kernels.rope_store import Turn
+from dflash_kernels.kv.rope_store import Turn
 from dflash_kernels.suite import Kernels
 from dflash_runtime.models.hosted_attention import current_attend
 from dflash_runtime.models.layers import Attention, Linear

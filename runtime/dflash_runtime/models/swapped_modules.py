@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dflash_kernels.activation import GELU, SILU, Gate
+from dflash_kernels.products.activation import GELU, SILU, Gate
 from dflash_kernels.suite import Kernels
 from dflash_runtime.models.agreement import agree
 from dflash_runtime.models.hosted_attention import Scores

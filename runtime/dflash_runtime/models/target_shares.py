@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_kernels.mxfp4_block import BLOCK
+from dflash_kernels.mixtures.mxfp4_block import BLOCK
 from dflash_runtime.checkpoint.fp8_format import Fp8Format
 from dflash_runtime.checkpoint.layout import Shapes
 from dflash_runtime.checkpoint.safetensors_header import TensorInfo

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dflash_kernels.fp8_weight import SCALES, WEIGHT, Fp8Weight, join_rows
+from dflash_kernels.fp8.fp8_weight import SCALES, WEIGHT, Fp8Weight, join_rows
 from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.fp8_format import Fp8Format, Fp8Names, fp8_matrices, read_fp8_format
 from dflash_runtime.checkpoint.layout import FUSED

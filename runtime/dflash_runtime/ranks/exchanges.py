@@ -2,8 +2,8 @@
 
 The one-shot sum reads the other GPUs' numbers from their memory, so a small message needs one launch and one round
 trip. If a norm follows, its launch adds up the numbers of all ranks, which they write into each other's memory
-(`dflash_kernels.pushed_sum`). Both use torch's symmetric memory without multicast, and only if they give equal bits on
-all ranks at start.
+(`dflash_kernels.norms.pushed_sum`). Both use torch's symmetric memory without multicast, and only if they give equal
+bits on all ranks at start.
 
 Axis letters: N ranks, P parts, T rows, D width.
 """
@@ -22,8 +22,8 @@ import torch.distributed
 from torch import Tensor
 
 from dflash_kernels.launch import HAS_TRITON
-from dflash_kernels.pushed_sum import SLOTS, Rooms
-from dflash_kernels.rope_norm import add_rms_norm_of_ranks
+from dflash_kernels.norms.pushed_sum import SLOTS, Rooms
+from dflash_kernels.norms.rope_norm import add_rms_norm_of_ranks
 from dflash_runtime.errors import PeerUnreachable, UnsupportedError
 from dflash_runtime.ranks.rank_group import ENDED, LIMIT_S, Explain, Ranks, no_explanation
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dflash_kernels.pushed_sum import Rooms
+from dflash_kernels.norms.pushed_sum import Rooms
 from dflash_runtime.errors import DFlashError, PeerUnreachable
 
 LIMIT_S = 1800.0

@@ -7,7 +7,7 @@ from numbers import Real
 from operator import index as as_integer
 from typing import Annotated, Any
 
-from dflash_kernels.temperature import MIN_TEMPERATURE
+from dflash_kernels.logits.temperature import MIN_TEMPERATURE
 from dflash_runtime.documents import OPTIONAL
 from dflash_runtime.errors import RequestError
 from dflash_runtime.scheduling.grammar import Grammar

@@ -137,7 +137,7 @@ def intercept(launches: Launches) -> None:
         "shared_memory": lambda device: SHARED_BYTES,
         "library_product": lambda rounded, weight: torch.empty(len(rounded.rows), len(weight), dtype=torch.bfloat16),
     }  # fmt: skip
-    for info in pkgutil.iter_modules(dflash_kernels.__path__, "dflash_kernels."):
+    for info in pkgutil.walk_packages(dflash_kernels.__path__, "dflash_kernels."):
         module = importlib.import_module(info.name)
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
@@ -147,7 +147,7 @@ def intercept(launches: Launches) -> None:
 def kernel_names() -> set[str]:
     """Return the names of all kernels of the package."""
     modules = [importlib.import_module(info.name)
-               for info in pkgutil.iter_modules(dflash_kernels.__path__, "dflash_kernels.")]  # fmt: skip
+               for info in pkgutil.walk_packages(dflash_kernels.__path__, "dflash_kernels.")]  # fmt: skip
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 

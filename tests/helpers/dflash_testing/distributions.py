@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from dflash_kernels.candidates import KEY_BITS
-from dflash_kernels.categorical import categorical_ref
-from dflash_kernels.sampling import Chosen, Distribution
+from dflash_kernels.logits.candidates import KEY_BITS
+from dflash_kernels.logits.categorical import categorical_ref
+from dflash_kernels.logits.sampling import Chosen, Distribution
+from dflash_kernels.logits.temperature import MIN_TEMPERATURE
+from dflash_kernels.logits.uniform import TARGET, uniform_ref
 from dflash_kernels.suite import Kernels, triton_kernels
-from dflash_kernels.temperature import MIN_TEMPERATURE
-from dflash_kernels.uniform import TARGET, uniform_ref
 
 
 def sample_probs_ref(probs: Tensor, seeds: Tensor, positions: Tensor, purpose: int = TARGET) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_kernels.delta_rule import Gates
-from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.hosted import HostedTarget, load_hosted
 from dflash_runtime.models.layers import Attend

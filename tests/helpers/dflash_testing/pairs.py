@@ -15,9 +15,9 @@ from torch.nn.functional import one_hot, scaled_dot_product_attention
 from dflash_cli.checkpoints.opening import DraftCheckpoint, open_draft, open_target
 from dflash_cli.checkpoints.references import Role, fetch_directory, tiny_directory
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_kernels.delta_rule import Gates
-from dflash_kernels.kv_format import KVScales
-from dflash_kernels.softmax import PLAIN, Softmax
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.kv.kv_format import KVScales
+from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import DraftSource

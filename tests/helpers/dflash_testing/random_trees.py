@@ -2,7 +2,7 @@
 
 import torch
 
-from dflash_kernels.draft_tree import TreeRows, ancestor_words
+from dflash_kernels.drafts.draft_tree import TreeRows, ancestor_words
 from dflash_testing.tensors import DEVICE
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.softmax import Softmax
+from dflash_kernels.attention.softmax import Softmax
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 """bfloat16 is tested on a GPU only: Triton's interpreter computes wrong numbers from it and reports no error."""

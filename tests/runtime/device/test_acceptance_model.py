@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_kernels.draft_odds import LARGEST_FEATURE, features_of
-from dflash_kernels.odds_refit import DAMPING, HOPE, NEIGHBOUR_TOKENS, RIDGE, with_neighbours
+from dflash_kernels.steps.draft_odds import LARGEST_FEATURE, features_of
+from dflash_kernels.steps.odds_refit import DAMPING, HOPE, NEIGHBOUR_TOKENS, RIDGE, with_neighbours
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.device.acceptance_model import AcceptanceModel, OnlineAcceptance
 

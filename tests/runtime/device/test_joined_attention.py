@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dflash_kernels.attention.ragged_attention import Segment, plan_ragged
 from dflash_kernels.launch_config import ragged_shape
-from dflash_kernels.ragged_attention import Segment, plan_ragged
 from dflash_kernels.suite import KernelChoice, Kernels, pick_kernels
 from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.kv import KVCache, PagedAttention

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_kernels.fp8_config import fp8_product_shape
-from dflash_kernels.fp8_weight import FP8 as E4M3
+from dflash_kernels.fp8.fp8_config import fp8_product_shape
+from dflash_kernels.fp8.fp8_weight import FP8 as E4M3
 from dflash_kernels.suite import triton_kernels
 from dflash_runtime.checkpoint.runs_here import how_it_runs
 from dflash_runtime.device.loading import load_pair
@@ -83,7 +83,7 @@ def test_rows_rounded_in_norms_change_nothing(
     tiling, kernels, norms, found = fp8_product_shape, triton_kernels(), 0, []
     # Rounded rows take other tiles, which add up a product in another order.
     monkeypatch.setattr(
-        "dflash_kernels.fp8_product.fp8_product_shape",
+        "dflash_kernels.fp8.fp8_product.fp8_product_shape",
         lambda *given, is_rounded, **options: tiling(*given, **options),
     )
 

@@ -1,0 +1,1 @@
+"""Attention of blocks, trees and prompts over paged keys and values."""

@@ -1,0 +1,1 @@
+"""What only drafts compute: convolutions, walks over candidates, and trees."""

@@ -1,0 +1,1 @@
+"""RMS norms, with the sums and gates that they take over."""

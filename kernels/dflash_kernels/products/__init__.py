@@ -1,0 +1,1 @@
+"""Matrix products in 16 bits, and the gates of feed-forward layers."""

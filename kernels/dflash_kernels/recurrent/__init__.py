@@ -1,0 +1,1 @@
+"""Recurrent layers: delta rule, short convolutions, and snapshots of states."""

@@ -1,0 +1,1 @@
+"""Both ends of a step: rows, slots and widths of the requests in a batch."""
