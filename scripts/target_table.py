@@ -21,7 +21,7 @@ if __name__ == "__main__":
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.runs_here import how_it_runs
-from dflash_runtime.models.qwen3_5 import Qwen35Target
+from dflash_runtime.models.families.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import target_families
 from dflash_testing.hosted_models import BODY, OWN_CACHE, REFUSED, SERVED
 from dflash_testing.multimodal_models import WRAPPERS

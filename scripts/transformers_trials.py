@@ -27,8 +27,8 @@ from dflash_runtime.checkpoint.hosted_config import open_decoder
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.runs_here import TRIAL_WORDS, how_it_runs
 from dflash_runtime.errors import DFlashError
-from dflash_runtime.models.hosted import HostedTarget
-from dflash_runtime.models.own_cache import OwnCacheTarget
+from dflash_runtime.models.hosting.hosted import HostedTarget
+from dflash_runtime.models.hosting.own_cache import OwnCacheTarget
 from dflash_runtime.models.target import family_config
 from dflash_runtime.models.target_loading import try_target
 from dflash_testing.any_models import make_any

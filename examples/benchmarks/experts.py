@@ -36,8 +36,8 @@ from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.experts import Experts
+from dflash_runtime.models.families.qwen3_moe import Qwen3MoeTarget
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.qwen3_moe import Qwen3MoeTarget
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.target_config import ExpertsConfig, TargetConfig

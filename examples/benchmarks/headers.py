@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_runtime.checkpoint.layout import owned_shapes
-from dflash_runtime.models.qwen3 import Qwen3Target
+from dflash_runtime.models.families.qwen3 import Qwen3Target
 from timing.shape_configs import hf_config, hf_draft_config, model_configs
 from timing.shapes import SHAPES
 

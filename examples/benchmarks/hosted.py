@@ -39,8 +39,8 @@ from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.expert_stacks import stack_experts
-from dflash_runtime.models.hosted import HostedTarget, host_model
-from dflash_runtime.models.hosted_attention import TRIAL, register_attention
+from dflash_runtime.models.hosting.hosted import HostedTarget, host_model
+from dflash_runtime.models.hosting.hosted_attention import TRIAL, register_attention
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, target_families
 from dflash_runtime.models.target_loading import find_target_runtime, load_target

@@ -30,8 +30,8 @@ from dflash_kernels.suite import pick_kernels
 from dflash_runtime.device.loading import LoadedPair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.own_cache import Batching, OwnCacheTarget
-from dflash_runtime.models.own_cache_trial import own_cache_target
+from dflash_runtime.models.hosting.own_cache import Batching, OwnCacheTarget
+from dflash_runtime.models.hosting.own_cache_trial import own_cache_target
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_runtime.scheduling.limits import Limits

@@ -26,7 +26,7 @@ def write_pair(folder: Path, name: str) -> None:
     from safetensors.torch import save_file
 
     from dflash_runtime.checkpoint.layout import owned_shapes
-    from dflash_runtime.models.qwen3 import Qwen3Target
+    from dflash_runtime.models.families.qwen3 import Qwen3Target
     from timing.shape_configs import hf_config, hf_draft_config, model_configs
     from timing.shapes import SHAPES
 

@@ -17,8 +17,8 @@ from dflash_runtime.checkpoint.hosted_config import open_decoder
 from dflash_runtime.checkpoint.runs_here import RunsHere, how_it_runs, recorded_host_reads, recorded_trials
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models import rope
-from dflash_runtime.models.hosted import HostedTarget
-from dflash_runtime.models.own_cache import OwnCacheTarget
+from dflash_runtime.models.hosting.hosted import HostedTarget
+from dflash_runtime.models.hosting.own_cache import OwnCacheTarget
 from dflash_runtime.models.target import family_config
 from dflash_runtime.models.target_loading import load_target
 from dflash_testing import checkpoints as support

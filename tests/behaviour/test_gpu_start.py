@@ -12,7 +12,7 @@ import torch
 from dflash_cli.diagnosis.reading_screen import KnownTexts, ReadingScreen
 from dflash_runtime.device import memory
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.stream_capture import capture_stream
+from dflash_runtime.models.hosting.stream_capture import capture_stream
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.gpu import gpu_llm, require_single_worker

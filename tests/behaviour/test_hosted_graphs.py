@@ -10,7 +10,7 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.experts import ONE_LAUNCH
-from dflash_runtime.models.hosted import HostedTarget
+from dflash_runtime.models.hosting.hosted import HostedTarget
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.gpu import detecting_syncs

@@ -15,7 +15,7 @@ from dflash_runtime.device.recurrent import LATEST, STATES, BlockRecall
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError
-from dflash_runtime.models.cache_state import TextState
+from dflash_runtime.models.hosting.cache_state import TextState
 from dflash_runtime.models.target import Target
 from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_runtime.scheduling.request import Request

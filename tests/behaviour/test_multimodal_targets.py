@@ -15,9 +15,9 @@ from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import TensorMismatch
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.hosted import HostedTarget
-from dflash_runtime.models.hosted_loading import load_model
-from dflash_runtime.models.own_cache import OwnCacheTarget
+from dflash_runtime.models.hosting.hosted import HostedTarget
+from dflash_runtime.models.hosting.hosted_loading import load_model
+from dflash_runtime.models.hosting.own_cache import OwnCacheTarget
 from dflash_runtime.models.target_loading import find_target_runtime, target_bytes
 from dflash_runtime.models.text_part import OTHER_PARTS, causal_part
 from dflash_runtime.scheduling.sampling_params import SamplingParams

@@ -14,8 +14,8 @@ from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.kv_transfer.handoff import STATE
-from dflash_runtime.models import own_cache
-from dflash_runtime.models.own_cache import Batching, OwnCacheTarget
+from dflash_runtime.models.hosting import own_cache
+from dflash_runtime.models.hosting.own_cache import Batching, OwnCacheTarget
 from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support

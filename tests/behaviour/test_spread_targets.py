@@ -17,7 +17,7 @@ from dflash_runtime.device.spreading import resolve_spread, share_out
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
-from dflash_runtime.models import hosted
+from dflash_runtime.models.hosting import hosted
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hosted_models import make_model, plain_text
 from dflash_testing.pairs import random_draft, random_llm, random_prompts

@@ -13,8 +13,8 @@ from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
+from dflash_runtime.models.families.qwen3 import Qwen3Target
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.limits import Limits
 from dflash_runtime.scheduling.request_output import RequestOutput

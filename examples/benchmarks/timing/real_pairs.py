@@ -25,9 +25,9 @@ from dflash_runtime.device.settings import rows_of_a_step
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.draft import build_draft
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.models.hosted import host_model
-from dflash_runtime.models.hosted_attention import TRIAL, register_attention
-from dflash_runtime.models.own_cache_trial import own_cache_target
+from dflash_runtime.models.hosting.hosted import host_model
+from dflash_runtime.models.hosting.hosted_attention import TRIAL, register_attention
+from dflash_runtime.models.hosting.own_cache_trial import own_cache_target
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, target_families
 from dflash_runtime.models.target_loading import find_target_runtime

@@ -7,9 +7,9 @@ from typing import Any, cast
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.models.decoder_target import DecoderTarget
-from dflash_runtime.models.qwen3 import Qwen3Target
-from dflash_runtime.models.qwen3_5 import Qwen35Target
-from dflash_runtime.models.qwen3_5_moe import Qwen35MoeTarget
+from dflash_runtime.models.families.qwen3 import Qwen3Target
+from dflash_runtime.models.families.qwen3_5 import Qwen35Target
+from dflash_runtime.models.families.qwen3_5_moe import Qwen35MoeTarget
 from dflash_runtime.models.target import target_families
 from dflash_runtime.target_config import ExpertsConfig, RecurrenceConfig, TargetConfig
 from timing.shapes import Shape

@@ -61,7 +61,7 @@ NOT_COMPUTED = {
 }
 """Features that no class of the recorded release of transformers computes -> their keys. Source: Kimi-K3."""
 
-A_FAMILY = "a native family (a file in dflash_runtime/models, see docs/explanation/architecture.md)"
+A_FAMILY = "a native family (a file in dflash_runtime/models/families, see docs/explanation/architecture.md)"
 """The addition that would run an unsupported target."""
 
 STATEFUL = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from dflash_runtime.checkpoint.decoder_values import DecoderConfig
 
 TargetRuntime = Literal["native", "transformers", "transformers-cache"]
-"""The code that runs a target: a family of dflash_runtime/models, or transformers, over our pages or with its own
-cache."""
+"""The code that runs a target: a family of dflash_runtime/models/families, or transformers, over our pages or with its
+own cache."""
 
 WORDS: dict[TargetRuntime, str] = {
     "native": "natively",
@@ -53,7 +53,7 @@ WORDS: dict[TargetRuntime, str] = {
 UNCAPTURED = "slowly, by transformers over our pages, without CUDA graphs: its code reads values on the host"
 """The words for a target over our pages with such code."""
 
-FAMILIES = "dflash_runtime.models"
+FAMILIES = "dflash_runtime.models.families"
 """The package of native families. Importing it imports no family."""
 
 TRIAL_WORDS = {

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from dflash_runtime.device.graph_memory import GraphMemory
 from dflash_runtime.models.agreement import agree
-from dflash_runtime.models.cache_rows import rebuild_cache
-from dflash_runtime.models.cache_state import Path, leaves, name_of
-from dflash_runtime.models.hosted_loading import first_line
-from dflash_runtime.models.own_cache import GRAIN, LEAST_ROWS, OwnCacheTarget
+from dflash_runtime.models.hosting.cache_rows import rebuild_cache
+from dflash_runtime.models.hosting.cache_state import Path, leaves, name_of
+from dflash_runtime.models.hosting.hosted_loading import first_line
+from dflash_runtime.models.hosting.own_cache import GRAIN, LEAST_ROWS, OwnCacheTarget
+from dflash_runtime.models.hosting.stream_capture import capture_stream, no_collection
 from dflash_runtime.models.placement import as_current
-from dflash_runtime.models.stream_capture import capture_stream, no_collection
 from dflash_runtime.notices import Notice
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.device.graph_memory import GraphMemory
+from dflash_runtime.models.hosting.stream_capture import capture_stream, no_collection
 from dflash_runtime.models.placement import as_current
-from dflash_runtime.models.stream_capture import capture_stream, no_collection
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.sampling_params import SamplingParams

@@ -36,8 +36,8 @@ from dflash_runtime.drafts.draft import Draft, build_draft, load_draft_weights
 from dflash_runtime.drafts.lookups import lookups
 from dflash_runtime.engine_config import EXACT_REQUESTS, EngineConfig
 from dflash_runtime.errors import UsageError
+from dflash_runtime.models.hosting.own_cache import OwnCacheTarget
 from dflash_runtime.models.kv_scales import read_kv_scales
-from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target
 from dflash_runtime.models.target_loading import find_target_runtime, load_target, target_bytes

@@ -17,7 +17,7 @@ from dflash_runtime.device.spreading import share_out
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError
-from dflash_runtime.models.own_cache import score_bytes
+from dflash_runtime.models.hosting.own_cache import score_bytes
 from dflash_runtime.models.placement import Placement, Spread
 from dflash_runtime.scheduling.limits import RIDGE_ROWS, Limits
 from dflash_runtime.scheduling.width import widths_for

@@ -32,8 +32,8 @@ from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.kv import KVCache
 from dflash_runtime.device.prefill import RaggedAttention
 from dflash_runtime.device.row_buckets import bucket_of_rows, row_buckets
+from dflash_runtime.models.hosting.stream_capture import capture_stream, no_collection
 from dflash_runtime.models.placement import as_current
-from dflash_runtime.models.stream_capture import capture_stream, no_collection
 from dflash_runtime.models.target import Target
 from dflash_runtime.notices import Notice
 

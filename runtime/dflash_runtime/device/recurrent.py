@@ -26,7 +26,7 @@ from dflash_runtime.device.state import row_of
 from dflash_runtime.engine_config import EXACT_REQUESTS
 from dflash_runtime.errors import HandoffMismatch
 from dflash_runtime.kv_transfer.handoff import STATE
-from dflash_runtime.models.cache_state import TextState
+from dflash_runtime.models.hosting.cache_state import TextState
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.target_config import RecurrenceConfig

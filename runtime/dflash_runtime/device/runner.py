@@ -48,8 +48,8 @@ from dflash_runtime.device.state import DeviceState, Uploader, row_of, rows_of
 from dflash_runtime.device.texts import Texts
 from dflash_runtime.device.verifier import Verifier
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
-from dflash_runtime.models.cache_state import TextState
-from dflash_runtime.models.own_cache import OwnCacheTarget
+from dflash_runtime.models.hosting.cache_state import TextState
+from dflash_runtime.models.hosting.own_cache import OwnCacheTarget
 from dflash_runtime.models.placement import as_current
 from dflash_runtime.models.target import Target
 from dflash_runtime.scheduling.batch import Batch

@@ -18,8 +18,15 @@ from dflash_runtime.device.cache_graphs import CacheGraphs
 from dflash_runtime.device.early_end import EarlyEnd
 from dflash_runtime.device.state import row_of
 from dflash_runtime.errors import HandoffMismatch
-from dflash_runtime.models.cache_state import TextState, put_state, take_state
-from dflash_runtime.models.own_cache import MOST_PENDING, Member, OwnCacheTarget, TextCache, most_padding, rows_at_once
+from dflash_runtime.models.hosting.cache_state import TextState, put_state, take_state
+from dflash_runtime.models.hosting.own_cache import (
+    MOST_PENDING,
+    Member,
+    OwnCacheTarget,
+    TextCache,
+    most_padding,
+    rows_at_once,
+)
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
 

@@ -15,9 +15,9 @@ from dflash_runtime.checkpoint.runs_here import TargetRuntime, how_it_runs
 from dflash_runtime.checkpoint.target_quantization import read_quantization
 from dflash_runtime.errors import InvalidConfig, UnsupportedError, naming_file
 from dflash_runtime.models.expert_shapes import with_fused_experts
-from dflash_runtime.models.hosted import load_hosted
-from dflash_runtime.models.hosted_quantization import quantised_bytes
-from dflash_runtime.models.own_cache_trial import load_own_cache
+from dflash_runtime.models.hosting.hosted import load_hosted
+from dflash_runtime.models.hosting.hosted_quantization import quantised_bytes
+from dflash_runtime.models.hosting.own_cache_trial import load_own_cache
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.rank_sizes import OPTION
 from dflash_runtime.models.target import EMBEDDING, Target, family_config, target_families, target_shapes

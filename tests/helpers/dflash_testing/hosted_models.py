@@ -18,9 +18,9 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_runtime.drafts.draft import Draft
-from dflash_runtime.models.hosted import HostedTarget, load_hosted
+from dflash_runtime.models.hosting.hosted import HostedTarget, load_hosted
+from dflash_runtime.models.hosting.own_cache import OwnCacheTarget
 from dflash_runtime.models.layers import Attend
-from dflash_runtime.models.own_cache import OwnCacheTarget
 from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_testing.pairs import ScriptedDraft, placement
 
@@ -229,7 +229,7 @@ REFUSED: Mapping[str, tuple[Json, str, str]] = {
         "routed_expert_hidden_size 16",
     ),
     "qwen4_exp_text": ({}, NOT_RUN, "hc_count"),
-    "never_published": ({}, UNKNOWN, "dflash_runtime/models"),
+    "never_published": ({}, UNKNOWN, "dflash_runtime/models/families"),
     "new_remote": ({"auto_map": {"AutoConfig": "code.Config"}}, UNKNOWN, "trust_remote_code"),
     "clip": ({}, "target-without-causal-model", ""),
 }  # fmt: skip

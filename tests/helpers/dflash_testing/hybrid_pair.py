@@ -13,7 +13,7 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.drafts.draft import Draft, load_draft
 from dflash_runtime.llm import LLM
-from dflash_runtime.models.qwen3_5 import Qwen35Target
+from dflash_runtime.models.families.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import Target
 from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.models.weights import stack_projections

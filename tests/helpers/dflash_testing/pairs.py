@@ -30,9 +30,9 @@ from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
+from dflash_runtime.models.families.qwen3 import Qwen3Target
 from dflash_runtime.models.layers import Attend, PagedKV, Recall
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_runtime.models.target import Target
 from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.models.weights import stack_projections

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_runtime.models.cache_rows import copy_cache
-from dflash_runtime.models.cache_state import TextState, put_state, take_state
-from dflash_runtime.models.own_cache import Member, OwnCacheTarget, TextCache
+from dflash_runtime.models.hosting.cache_rows import copy_cache
+from dflash_runtime.models.hosting.cache_state import TextState, put_state, take_state
+from dflash_runtime.models.hosting.own_cache import Member, OwnCacheTarget, TextCache
 
 RECURRENT, CONVOLUTION = "recurrent_states", "conv_states"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dflash_runtime.device import cache_graphs
 from dflash_runtime.device.cache_graphs import CacheGraphs, Outputs, Shape
-from dflash_runtime.models.cache_rows import CacheLayout
-from dflash_runtime.models.own_cache import OwnCacheTarget
+from dflash_runtime.models.hosting.cache_rows import CacheLayout
+from dflash_runtime.models.hosting.own_cache import OwnCacheTarget
 from dflash_testing.graphs import rerunning
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.models.families.qwen3 import Qwen3Target
 from dflash_runtime.models.layers import MLP
-from dflash_runtime.models.qwen3 import Qwen3Target
 from dflash_testing.pairs import placement, random_target
 
 NUM_ROWS, PAGE_SIZE = 9, 16

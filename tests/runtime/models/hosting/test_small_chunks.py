@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_runtime.models import own_cache_trial
-from dflash_runtime.models.small_chunks import CHUNK, Chunked, find_chunks, small_chunks
+from dflash_runtime.models.hosting import own_cache_trial
+from dflash_runtime.models.hosting.small_chunks import CHUNK, Chunked, find_chunks, small_chunks
 from dflash_testing.hosted_models import host_own_cache, make_model
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.device.loading import hosted_warnings, load_pair
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.models import hosted_capture
-from dflash_runtime.models.host_reads import find_host_read
+from dflash_runtime.models.hosting import hosted_capture
+from dflash_runtime.models.hosting.host_reads import find_host_read
 from dflash_testing.hosted_models import host, make_model
 
 READS: dict[str, tuple[Callable[[Tensor], object], str]] = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dflash_runtime.models.cache_state import Path, leaves, name_of, parts
+from dflash_runtime.models.hosting.cache_state import Path, leaves, name_of, parts
 
 Change = Callable[[Path, Any, Any], Any]
 """The path of a part, its value and its owner -> its new value."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from dflash_runtime.models.cache_rows import (
+from dflash_runtime.models.hosting.cache_rows import (
     CacheLayout,
     CacheRow,
     append_blocks,
@@ -28,11 +28,11 @@ from dflash_runtime.models.cache_rows import (
     gather_rows,
     take_columns,
 )
-from dflash_runtime.models.hosted import NOT_TRIED, TransformersTarget
-from dflash_runtime.models.hosted_swaps import Swaps
+from dflash_runtime.models.hosting.hosted import NOT_TRIED, TransformersTarget
+from dflash_runtime.models.hosting.hosted_swaps import Swaps
+from dflash_runtime.models.hosting.small_chunks import Chunked, small_chunks
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.small_chunks import Chunked, small_chunks
 from dflash_runtime.notices import Notice
 from dflash_runtime.target_config import TargetConfig
 

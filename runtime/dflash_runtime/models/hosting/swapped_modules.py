@@ -15,7 +15,7 @@ from torch.nn import functional
 from dflash_kernels.products.activation import GELU, SILU, Gate
 from dflash_kernels.suite import Kernels
 from dflash_runtime.models.agreement import agree
-from dflash_runtime.models.hosted_attention import Scores
+from dflash_runtime.models.hosting.hosted_attention import Scores
 from dflash_runtime.models.layers import Linear
 from dflash_runtime.target_config import TargetConfig
 

@@ -21,7 +21,7 @@ from dflash_runtime.checkpoint.scaled_weights import is_of_activations
 from dflash_runtime.checkpoint.stated_quantization import CONFIG_KEY
 from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UsageError
-from dflash_runtime.models.hosted_quantization import (
+from dflash_runtime.models.hosting.hosted_quantization import (
     compare_weights,
     dequantised,
     leave_weights_in_place,

@@ -2,7 +2,7 @@
 huggingface/transformers models/qwen3_5_moe/modeling_qwen3_5_moe.py.
 """
 
-from dflash_runtime.models.qwen3_5 import Qwen35Target
+from dflash_runtime.models.families.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import TARGETS
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from dflash_runtime.models.cache_rows import CacheLayout, CacheRow, copy_cache, find_layout, gather_rows
+from dflash_runtime.models.hosting.cache_rows import CacheLayout, CacheRow, copy_cache, find_layout, gather_rows
 
 WINDOW = 4
 

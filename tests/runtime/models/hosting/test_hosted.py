@@ -22,10 +22,10 @@ from dflash_runtime.device.early_refusals import refuse_early
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
-from dflash_runtime.models import hosted, hosted_loading
 from dflash_runtime.models.head import ScaledHead
-from dflash_runtime.models.hosted import HostedTarget
-from dflash_runtime.models.hosted_attention import TRIAL, HostedAttention
+from dflash_runtime.models.hosting import hosted, hosted_loading
+from dflash_runtime.models.hosting.hosted import HostedTarget
+from dflash_runtime.models.hosting.hosted_attention import TRIAL, HostedAttention
 from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.hosted_models import (

@@ -18,9 +18,9 @@ from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, InvalidConfig, TensorMismatch, UnsupportedError
 from dflash_runtime.llm import LLM
-from dflash_runtime.models import hosted_quantization
-from dflash_runtime.models.hosted_loading import load_model
-from dflash_runtime.models.own_cache import OwnCacheTarget
+from dflash_runtime.models.hosting import hosted_quantization
+from dflash_runtime.models.hosting.hosted_loading import load_model
+from dflash_runtime.models.hosting.own_cache import OwnCacheTarget
 from dflash_runtime.models.target_loading import find_target_runtime, load_target, target_bytes
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support

@@ -14,8 +14,8 @@ from dflash_runtime.checkpoint import runs_here
 from dflash_runtime.device.loading import hosted_warnings, load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
-from dflash_runtime.models import own_cache, own_cache_trial
-from dflash_runtime.models.own_cache import LEAST_PADDING, Member, OwnCacheTarget, TextCache
+from dflash_runtime.models.hosting import own_cache, own_cache_trial
+from dflash_runtime.models.hosting.own_cache import LEAST_PADDING, Member, OwnCacheTarget, TextCache
 from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_runtime.target_config import OwnCache
 from dflash_testing import checkpoints as support

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from dflash_kernels.kv.rope_store import Turn
 from dflash_kernels.suite import Kernels
-from dflash_runtime.models.hosted_attention import current_attend
+from dflash_runtime.models.hosting.hosted_attention import current_attend
+from dflash_runtime.models.hosting.swapped_modules import Call, Setting, Swap, is_rows, norm_weights, own_linears
 from dflash_runtime.models.layers import Attention, Linear
-from dflash_runtime.models.swapped_modules import Call, Setting, Swap, is_rows, norm_weights, own_linears
 
 PASSED_ON = frozenset({"hidden_states", "position_embeddings", "position_ids", "cache_position", "use_cache"})
 """Arguments of a call of attention that a swap reads or need not read. Others must be absent, None or False."""

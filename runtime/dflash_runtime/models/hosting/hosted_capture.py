@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dflash_runtime.models.agreement import agree
-from dflash_runtime.models.host_reads import find_host_read
-from dflash_runtime.models.hosted_loading import first_line
+from dflash_runtime.models.hosting.host_reads import find_host_read
+from dflash_runtime.models.hosting.hosted_loading import first_line
+from dflash_runtime.models.hosting.stream_capture import capture_stream, no_collection
 from dflash_runtime.models.placement import as_current
-from dflash_runtime.models.stream_capture import capture_stream, no_collection
 from dflash_runtime.notices import Notice
 
 Run = Callable[[Tensor, Tensor], Tensor]

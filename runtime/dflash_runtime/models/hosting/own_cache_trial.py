@@ -20,17 +20,24 @@ from torch import Tensor
 
 from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.models.cache_rows import find_layout
-from dflash_runtime.models.cache_state import leaves, name_of
-from dflash_runtime.models.host_reads import find_host_read
-from dflash_runtime.models.hosted import check_features, check_head, trying_out
-from dflash_runtime.models.hosted_experts import use_our_experts
-from dflash_runtime.models.hosted_loading import first_line, load_model
-from dflash_runtime.models.hosted_swaps import swap_modules
-from dflash_runtime.models.own_cache import LEAST_PADDING, PADDED_SHARE, Batching, Member, OwnCacheTarget, TextCache
+from dflash_runtime.models.hosting.cache_rows import find_layout
+from dflash_runtime.models.hosting.cache_state import leaves, name_of
+from dflash_runtime.models.hosting.host_reads import find_host_read
+from dflash_runtime.models.hosting.hosted import check_features, check_head, trying_out
+from dflash_runtime.models.hosting.hosted_experts import use_our_experts
+from dflash_runtime.models.hosting.hosted_loading import first_line, load_model
+from dflash_runtime.models.hosting.hosted_swaps import swap_modules
+from dflash_runtime.models.hosting.own_cache import (
+    LEAST_PADDING,
+    PADDED_SHARE,
+    Batching,
+    Member,
+    OwnCacheTarget,
+    TextCache,
+)
+from dflash_runtime.models.hosting.small_chunks import find_chunks
+from dflash_runtime.models.hosting.swapped_modules import Setting
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.small_chunks import find_chunks
-from dflash_runtime.models.swapped_modules import Setting
 from dflash_runtime.notices import Notice
 from dflash_runtime.target_config import OwnCache, TargetConfig
 

@@ -12,11 +12,12 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_runtime.device.loading import load_pair
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.models import agreement, swapped_attention
+from dflash_runtime.models import agreement
 from dflash_runtime.models.agreement import agree, error_of, tolerance_of
-from dflash_runtime.models.hosted_swaps import Swaps, swap_modules
+from dflash_runtime.models.hosting import swapped_attention
+from dflash_runtime.models.hosting.hosted_swaps import Swaps, swap_modules
+from dflash_runtime.models.hosting.swapped_modules import Call, Setting, SwappedLinear
 from dflash_runtime.models.layers import Linear
-from dflash_runtime.models.swapped_modules import Call, Setting, SwappedLinear
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hosted_models import DEFAULT, SERVED, host, make_model, plain_text
 from dflash_testing.pairs import random_draft, random_llm, random_prompts, random_target

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from dflash_runtime.models.agreement import error_of, random_like, tolerance_of
-from dflash_runtime.models.hosted_attention import HostedAttention, OwnValues, calling
-from dflash_runtime.models.swapped_attention import find_attention
-from dflash_runtime.models.swapped_modules import (
+from dflash_runtime.models.hosting.hosted_attention import HostedAttention, OwnValues, calling
+from dflash_runtime.models.hosting.swapped_attention import find_attention
+from dflash_runtime.models.hosting.swapped_modules import (
     Call,
     Setting,
     Swap,

@@ -32,7 +32,7 @@ from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.errors import CheckpointError, DFlashError
 from dflash_runtime.models.head import NO_ID, ScaledHead
-from dflash_runtime.models.hosted_attention import (
+from dflash_runtime.models.hosting.hosted_attention import (
     PAGES,
     TRIAL,
     HostedAttention,
@@ -42,13 +42,13 @@ from dflash_runtime.models.hosted_attention import (
     reach_of,
     register_attention,
 )
-from dflash_runtime.models.hosted_capture import why_not_captured
-from dflash_runtime.models.hosted_experts import use_our_experts
-from dflash_runtime.models.hosted_loading import first_line, load_model, parameter_of, quietly
-from dflash_runtime.models.hosted_swaps import Swaps, swap_modules
+from dflash_runtime.models.hosting.hosted_capture import why_not_captured
+from dflash_runtime.models.hosting.hosted_experts import use_our_experts
+from dflash_runtime.models.hosting.hosted_loading import first_line, load_model, parameter_of, quietly
+from dflash_runtime.models.hosting.hosted_swaps import Swaps, swap_modules
+from dflash_runtime.models.hosting.swapped_modules import Setting
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.swapped_modules import Setting
 from dflash_runtime.notices import Notice
 from dflash_runtime.target_config import TargetConfig
 

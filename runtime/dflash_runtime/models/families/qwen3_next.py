@@ -8,7 +8,7 @@ Axis letters: G key heads.
 from typing import TYPE_CHECKING
 
 from dflash_runtime.checkpoint.layout import Shape
-from dflash_runtime.models.qwen3_5 import Qwen35Target
+from dflash_runtime.models.families.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.target_config import RecurrenceConfig, TargetConfig
 
