@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from dflash_cli.commands.validate import validate as validate
     from dflash_cli.commands.validate_handoff import HandoffValidationRequest as HandoffValidationRequest
     from dflash_cli.commands.validate_handoff import validate_handoff as validate_handoff
-    from dflash_runtime.device.loading import load_pair as load_pair
+    from dflash_runtime.device.setup.loading import load_pair as load_pair
     from dflash_runtime.llm import LLM as LLM
     from dflash_runtime.scheduling.sampling_params import SamplingParams as SamplingParams
 
@@ -86,7 +86,7 @@ _VERBS = {
 _HOMES = {
     "LLM": "dflash_runtime.llm",
     "SamplingParams": "dflash_runtime.scheduling.sampling_params",
-    "load_pair": "dflash_runtime.device.loading",
+    "load_pair": "dflash_runtime.device.setup.loading",
     "open_draft": "dflash_cli.api",
     "open_target": "dflash_cli.api",
     **{name: f"dflash_cli.commands.{module}" for module, names in _VERBS.items() for name in names},

@@ -12,7 +12,7 @@ from torch import Tensor
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import Role, fetch_directory
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_runtime.device.loading import load_pair
+from dflash_runtime.device.setup.loading import load_pair
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 from dflash_cli.checkpoints.target_words import experts_in_words, layers_in_words
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.runs_here import how_it_runs
+from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
 from dflash_runtime.models.families.qwen3_5 import Qwen35Target
 from dflash_runtime.models.target import target_families
 from dflash_testing.hosted_models import BODY, OWN_CACHE, REFUSED, SERVED
@@ -96,7 +96,7 @@ else from the top level.
 - **pairs**: the number of published pairs in `tests/data/pairs.jsonl` with this target config.
   `tests/behaviour/test_published_pairs.py` runs `inspect`, `validate`, `convert` and `serve-command` on all of them.
 - **run here**: the one answer that `inspect` and `validate` (P17) print and that `generate`, `eval-acceptance` and
-  `bench` follow (`dflash_runtime/checkpoint/runs_here.py`). A refusal exits with 5. Commands that read only headers
+  `bench` follow (`checkpoint/targets/runs_here.py`). A refusal exits with 5. Commands that read only headers
   know transformers' classes from a record of release 5.23.0, made by `scripts/transformers_types.py`.
 - **tested by**: the test in `tests/behaviour` that runs models of the type ({sizes}) in float32 on the CPU and compares
   text, taps and logits with transformers. For quantised weights and refusals, the test in `tests/runtime/models`.

@@ -1,6 +1,6 @@
-"""Print runtime/dflash_runtime/checkpoint/transformers_trials.json: what trials of small random models found.
+"""Print runtime/dflash_runtime/checkpoint/targets/transformers_trials.json: what trials of small random models found.
 
-python scripts/transformers_trials.py > runtime/dflash_runtime/checkpoint/transformers_trials.json
+python scripts/transformers_trials.py > runtime/dflash_runtime/checkpoint/targets/transformers_trials.json
 
 A config does not show how a model's code asks for attention, or whether its cache works. So a small random model of
 every model type is loaded and tried once. The record lists the types for which the trial contradicts the config. It
@@ -22,10 +22,10 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels", "tests/helpers")]
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.checkpoint.decoder_values import recorded_types
-from dflash_runtime.checkpoint.hosted_config import open_decoder
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.runs_here import TRIAL_WORDS, how_it_runs
+from dflash_runtime.checkpoint.targets.decoder_values import recorded_types
+from dflash_runtime.checkpoint.targets.hosted_config import open_decoder
+from dflash_runtime.checkpoint.targets.runs_here import TRIAL_WORDS, how_it_runs
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.models.hosting.hosted import HostedTarget
 from dflash_runtime.models.hosting.own_cache import OwnCacheTarget

@@ -1,6 +1,6 @@
-"""Print runtime/dflash_runtime/checkpoint/transformers_types.json: what transformers' config classes state by default.
+"""Print the table transformers_types.json of the runtime: what transformers' config classes state by default.
 
-python scripts/transformers_types.py > runtime/dflash_runtime/checkpoint/transformers_types.json
+python scripts/transformers_types.py > runtime/dflash_runtime/checkpoint/targets/transformers_types.json
 
 Commands that read only headers must not import transformers. They say from this file how a target runs.
 """
@@ -15,8 +15,8 @@ if __name__ == "__main__":
     root = Path(__file__).resolve().parents[1]
     sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels")]
 
-from dflash_runtime.checkpoint.decoder_values import COUNTS, rope_kinds
-from dflash_runtime.checkpoint.hosted_refusals import DECIDING_KEYS, SIZES_OF_LAYERS
+from dflash_runtime.checkpoint.targets.decoder_values import COUNTS, rope_kinds
+from dflash_runtime.checkpoint.targets.hosted_refusals import DECIDING_KEYS, SIZES_OF_LAYERS
 
 
 def value_of(text: Any, key: str) -> Any:

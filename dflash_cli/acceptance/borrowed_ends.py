@@ -7,9 +7,9 @@ from torch import Tensor
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.target_copies import target_tensor
-from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
 from dflash_runtime.checkpoint.pair import TargetSource, check_pair
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.errors import MISSING, TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.models.layers import Linear
 from dflash_runtime.models.placement import Placement

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any
 
-from dflash_runtime.checkpoint.digests import digest_text
+from dflash_runtime.checkpoint.stored.digests import digest_text
 from dflash_runtime.documents import NOT_REQUIRED, Limits
 from dflash_runtime.json_values import is_number
 

@@ -26,7 +26,7 @@ from dflash_cli.documents.reading import parse_object, read_document, read_store
 from dflash_cli.generation.answers import Answer, AnswerRow
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.terminal.interruption import how_to_continue
-from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES
+from dflash_runtime.checkpoint.stored.strict_json import MAX_ROWS_BYTES
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import UsageError
 from dflash_runtime.json_values import is_int

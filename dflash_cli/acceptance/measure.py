@@ -26,7 +26,7 @@ from dflash_cli.generation.outputs import Sink
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow, digest_rows
 from dflash_cli.generation.run_facts import EvaluationRun
-from dflash_runtime.checkpoint.digests import digest_text
+from dflash_runtime.checkpoint.stored.digests import digest_text
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.sampling_params import SamplingParams

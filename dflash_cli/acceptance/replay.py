@@ -33,10 +33,10 @@ from dflash_cli.generation.loaded_pair import device_name
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.prompts import digest_rows
 from dflash_cli.generation.run_facts import BorrowedEnds, ReplayRun, RunFacts
-from dflash_runtime.device.attention import check_capability
-from dflash_runtime.device.kv import bytes_per_token
-from dflash_runtime.device.results import read_confidences
-from dflash_runtime.device.settings import resolve_device, resolve_dtype, resolve_kernels, resolve_kv_dtype
+from dflash_runtime.device.setup.attention import check_capability
+from dflash_runtime.device.setup.settings import resolve_device, resolve_dtype, resolve_kernels, resolve_kv_dtype
+from dflash_runtime.device.storage.kv import bytes_per_token
+from dflash_runtime.device.storage.results import read_confidences
 from dflash_runtime.device.text_pages import Anchor, TextPages
 from dflash_runtime.device.trees import TreeShape
 from dflash_runtime.documents import fields_of

@@ -8,7 +8,7 @@ from dflash_cli.acceptance.dumps.dump_format import Dump
 from dflash_cli.checkpoints.checkpoint_identity import digest_ends
 from dflash_cli.checkpoints.opening import NO_OVERRIDES, DraftCheckpoint, Overrides
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.device.early_refusals import refuse_draft
+from dflash_runtime.device.setup.early_refusals import refuse_draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import PairMismatch, UsageError
 from dflash_runtime.scheduling.limits import resolve_num_drafts

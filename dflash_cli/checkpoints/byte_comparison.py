@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from dflash_cli.checkpoints.safetensors_writer import Advance, MadeTensor, WrittenTensor
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 
 PIECE_BYTES = 4 * 1024 * 1024
 

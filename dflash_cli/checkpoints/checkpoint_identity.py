@@ -7,10 +7,10 @@ from typing import Annotated
 
 from dflash_cli.checkpoints.references import TINY_TARGET_NAME, is_bundled, is_hub_id, tiny_directory
 from dflash_cli.checkpoints.target_copies import target_tensor
-from dflash_runtime.checkpoint.digests import digest_files, digest_headers, digest_rows, is_read_whole
-from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.stored.digests import digest_files, digest_headers, digest_rows, is_read_whole
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 
 FINAL_NORM = "norm.weight"
 SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")

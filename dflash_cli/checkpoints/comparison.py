@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from dflash_cli.checkpoints.byte_comparison import same_bytes
 from dflash_cli.checkpoints.description import Description, KindFacts
 from dflash_cli.terminal.shown import Shown, Table
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.target_config import TargetFacts
 

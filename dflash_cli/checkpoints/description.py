@@ -14,12 +14,12 @@ from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.fields import look_up
 from dflash_cli.formats.relatives import served_in_words
 from dflash_cli.terminal.shown import Shown
-from dflash_runtime.checkpoint.decoder_values import recorded_types
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.ignored_files import ignored_code, ignored_files
 from dflash_runtime.checkpoint.layout import NOT_OWNED
-from dflash_runtime.checkpoint.runs_here import RunsHere, RunsHereEntry, how_it_runs, release_note
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.ignored_files import ignored_code, ignored_files
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.targets.decoder_values import recorded_types
+from dflash_runtime.checkpoint.targets.runs_here import RunsHere, RunsHereEntry, how_it_runs, release_note
 from dflash_runtime.documents import OPTIONAL
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import CheckpointError

@@ -1,6 +1,6 @@
 """Write a GGUF file. The bytes of tensors are copied from file to file and never decoded.
 
-Layout: see `dflash_runtime.checkpoint.gguf`. Numbers are u32, except negative ones and lists, which are i32, as
+Layout: see `dflash_runtime.checkpoint.stored.gguf`. Numbers are u32, except negative ones and lists, which are i32, as
 llama.cpp's converter writes them; other numbers are f32.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dflash_cli.checkpoints.safetensors_writer import Advance, Extent, MadeTensor, WrittenTensor, copy_bytes, write_all
-from dflash_runtime.checkpoint.gguf import (
+from dflash_runtime.checkpoint.stored.gguf import (
     ALIGNMENT,
     ARRAY,
     BOOL,
@@ -27,8 +27,8 @@ from dflash_runtime.checkpoint.gguf import (
     VERSIONS,
     GgufHeader,
 )
-from dflash_runtime.checkpoint.gguf_checkpoint import JSON_KEYS, gguf_name
-from dflash_runtime.checkpoint.gguf_files import has_magic, read_gguf
+from dflash_runtime.checkpoint.stored.gguf_checkpoint import JSON_KEYS, gguf_name
+from dflash_runtime.checkpoint.stored.gguf_files import has_magic, read_gguf
 from dflash_runtime.errors import LossyConversion, UsageError
 
 

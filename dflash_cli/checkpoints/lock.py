@@ -12,8 +12,8 @@ from dflash_cli.checkpoints.checkpoint_identity import name_and_commit
 from dflash_cli.checkpoints.references import Location
 from dflash_cli.documents.reading import read_document, read_input
 from dflash_cli.terminal.shown import Shown
-from dflash_runtime.checkpoint.digests import deciding_files, hash_file
-from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
+from dflash_runtime.checkpoint.stored.digests import deciding_files, hash_file
+from dflash_runtime.checkpoint.stored.gguf_checkpoint import open_stored
 from dflash_runtime.errors import CheckpointNotFound, GateFailed
 from dflash_runtime.phrases import plural
 

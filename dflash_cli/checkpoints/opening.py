@@ -11,13 +11,13 @@ from dflash_cli.formats.dialect import STYLE_FLAGS, Format, ParsedConfig
 from dflash_cli.formats.stated import StatedConfig
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint, find_quantization, refuse_packed
-from dflash_runtime.checkpoint.element_types import refuse_wrong_dtypes
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.fp8_format import read_fp8_format, refuse_unless_fp8
-from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, open_stored
-from dflash_runtime.checkpoint.hf_config import BODY_KEYS, read_target_config, read_target_facts
 from dflash_runtime.checkpoint.layout import NOT_OWNED, TensorSelection, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import COPY_TARGET, DraftSource, TargetSource
+from dflash_runtime.checkpoint.quantised.fp8_format import read_fp8_format, refuse_unless_fp8
+from dflash_runtime.checkpoint.stored.element_types import refuse_wrong_dtypes
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.gguf_checkpoint import GgufCheckpoint, open_stored
+from dflash_runtime.checkpoint.targets.hf_config import BODY_KEYS, read_target_config, read_target_facts
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError, UsageError, hinting, naming_file
 from dflash_runtime.notices import Notice

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from dflash_cli.checkpoints.hub import download_snapshot, explained
 from dflash_cli.checkpoints.slow_answers import HubUnreachable
 from dflash_cli.terminal import console
-from dflash_runtime.checkpoint.adapters import instead_of_model
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
-from dflash_runtime.checkpoint.gguf_files import find_gguf
+from dflash_runtime.checkpoint.stored.adapters import instead_of_model
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.gguf_checkpoint import open_stored
+from dflash_runtime.checkpoint.stored.gguf_files import find_gguf
 from dflash_runtime.errors import CheckpointNotFound, UsageError, unreadable
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import closest

@@ -4,9 +4,9 @@ import re
 from pathlib import PurePosixPath
 
 from dflash_cli.checkpoints.remote_headers import RemoteRepo
-from dflash_runtime.checkpoint.gguf import CHUNK_BYTES, SUFFIX, TYPE_NUMBERS, GgufHeader, read_gguf_stream
-from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, draft_in_gguf
-from dflash_runtime.checkpoint.gguf_files import first_names, join_parts, missing_part, part_names
+from dflash_runtime.checkpoint.stored.gguf import CHUNK_BYTES, SUFFIX, TYPE_NUMBERS, GgufHeader, read_gguf_stream
+from dflash_runtime.checkpoint.stored.gguf_checkpoint import GgufCheckpoint, draft_in_gguf
+from dflash_runtime.checkpoint.stored.gguf_files import first_names, join_parts, missing_part, part_names
 from dflash_runtime.errors import UsageError
 
 BETWEEN = re.compile(r"[-.\s/]+")

@@ -17,11 +17,11 @@ from urllib.parse import quote
 
 from dflash_cli.checkpoints.hub import MISREAD, NotFromAHub, explained
 from dflash_cli.checkpoints.slow_answers import ANSWER_S, too_slow
-from dflash_runtime.checkpoint.adapters import instead_of_model
-from dflash_runtime.checkpoint.files import INDEX_FILE, Checkpoint, TensorCut
-from dflash_runtime.checkpoint.gguf import SUFFIX
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo, parse_header
-from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
+from dflash_runtime.checkpoint.stored.adapters import instead_of_model
+from dflash_runtime.checkpoint.stored.files import INDEX_FILE, Checkpoint, TensorCut
+from dflash_runtime.checkpoint.stored.gguf import SUFFIX
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo, parse_header
+from dflash_runtime.checkpoint.stored.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.phrases import plural
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.target_copies import target_ids, target_tensor
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 
 if TYPE_CHECKING:
     import torch

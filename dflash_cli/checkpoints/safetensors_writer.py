@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_runtime.checkpoint.gguf_files import find_gguf
-from dflash_runtime.checkpoint.safetensors_header import DTYPE_BYTES, TensorInfo, read_header
+from dflash_runtime.checkpoint.stored.gguf_files import find_gguf
+from dflash_runtime.checkpoint.stored.safetensors_header import DTYPE_BYTES, TensorInfo, read_header
 from dflash_runtime.errors import CheckpointError
 
 CHUNK_BYTES = 64 * 1024 * 1024

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
-from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from dflash_runtime.checkpoint.layer_kinds import CHUNKED, FEED_FORWARD, STATE_KINDS
+from dflash_runtime.checkpoint.targets.layer_kinds import CHUNKED, FEED_FORWARD, STATE_KINDS
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.target_config import TargetFacts
 

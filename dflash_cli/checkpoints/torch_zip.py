@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.checkpoint.safetensors_header import DTYPE_BYTES, TensorInfo
+from dflash_runtime.checkpoint.stored.safetensors_header import DTYPE_BYTES, TensorInfo
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 
 MAX_PICKLE_BYTES = 64 * 1024

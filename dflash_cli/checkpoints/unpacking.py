@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflash_cli.formats.fields import REMOVED, with_keys
 from dflash_cli.formats.gguf import FILE_TYPE, OWN
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.gguf import TYPE_NUMBERS, TYPES
-from dflash_runtime.checkpoint.gguf_checkpoint import GgufCheckpoint, is_plain
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
-from dflash_runtime.checkpoint.target_facts import MLX_KEYS, mlx_bits
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.gguf import TYPE_NUMBERS, TYPES
+from dflash_runtime.checkpoint.stored.gguf_checkpoint import GgufCheckpoint, is_plain
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.targets.target_facts import MLX_KEYS, mlx_bits
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.json_values import as_object, is_int
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from dflash_runtime.checkpoint.files import TensorCut
+    from dflash_runtime.checkpoint.stored.files import TensorCut
 
 RESULT = "BF16"
 """The element type of unpacked matrices."""

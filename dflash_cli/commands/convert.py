@@ -167,7 +167,7 @@ def _plan(request: ConversionRequest) -> "ResultPlan":
     from dflash_cli.conversion.staging import clear_remains
     from dflash_cli.formats.detection import detect
     from dflash_cli.formats.draft_kinds.kind import Kind
-    from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
+    from dflash_runtime.checkpoint.stored.gguf_checkpoint import open_stored
 
     check_destination(request.destination, force=request.force)
     for remain in clear_remains(request.destination, is_dry=request.dry_run):

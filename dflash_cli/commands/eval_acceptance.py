@@ -293,7 +293,7 @@ def _check_prefill_draft(request: EvaluationRequest, config: "EngineConfig") -> 
         return
     from dflash_cli.checkpoints.opening import open_draft
     from dflash_cli.checkpoints.references import Role, fetch_directory
-    from dflash_runtime.device.early_refusals import refuse_draft
+    from dflash_runtime.device.setup.early_refusals import refuse_draft
 
     refuse_draft(open_draft(fetch_directory(request.given_prefill_draft, Role.DRAFT)), config, num_tree_nodes=0)
 

@@ -215,7 +215,7 @@ def run(
     given = handing.prompts if handing is not None and named is None else named
     choice = choose_prompts(request, opened, given, conditions=conditions)
     announce_loading(opened.references, plain=config.num_draft_tokens == 0, device=config.device)
-    from dflash_runtime.device.settings import can_adapt
+    from dflash_runtime.device.setup.settings import can_adapt
 
     handing = handing or _open_handing(request, named)
     may_adapt = request.verify_width is None and not request.has_grammar and can_adapt(config)

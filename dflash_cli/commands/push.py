@@ -281,7 +281,7 @@ def _check_result(request: PushRequest, stored: "StoredEvaluation", folder: Path
         GateFailed: it was measured with another draft, and `force` is not given.
     """
     from dflash_cli.checkpoints.checkpoint_identity import identify
-    from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
+    from dflash_runtime.checkpoint.stored.gguf_checkpoint import open_stored
 
     measured = stored.evaluation.measured.draft
     own = identify(open_stored(folder), request.draft).digest

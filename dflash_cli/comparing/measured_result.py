@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.acceptance.curve_shape import CurveShape, find_shapes
 from dflash_cli.documents.reading import parse_object, read_text, text_lines
-from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES, loads
+from dflash_runtime.checkpoint.stored.strict_json import MAX_ROWS_BYTES, loads
 from dflash_runtime.documents import HIDDEN, computed_key, from_json
 from dflash_runtime.errors import CheckpointNotFound, InvalidConfig, UsageError
 from dflash_runtime.metrics import AcceptanceCounts

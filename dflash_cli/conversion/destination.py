@@ -10,9 +10,9 @@ from dflash_cli.conversion.result_plan import ResultPlan
 from dflash_cli.conversion.side_files import MANIFEST_FILE, MASK_PICKLE, PAPERS, SETTINGS, TOKENIZER
 from dflash_cli.documents.atomic_file import check_output
 from dflash_cli.formats.detection import find_dialect
-from dflash_runtime.checkpoint.files import MASK_FILE, refuse_escape
-from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
-from dflash_runtime.checkpoint.strict_json import read_json
+from dflash_runtime.checkpoint.stored.files import MASK_FILE, refuse_escape
+from dflash_runtime.checkpoint.stored.gguf_checkpoint import open_stored
+from dflash_runtime.checkpoint.stored.strict_json import read_json
 from dflash_runtime.errors import DFlashError, UsageError
 
 WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json")

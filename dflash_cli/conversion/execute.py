@@ -28,8 +28,8 @@ from dflash_cli.conversion.side_files import CARD, MANIFEST_FILE, provenance
 from dflash_cli.conversion.spec import Verification
 from dflash_cli.conversion.staging import staged
 from dflash_cli.conversion.verify import verify_roundtrip
-from dflash_runtime.checkpoint.digests import hash_file
-from dflash_runtime.checkpoint.files import INDEX_FILE
+from dflash_runtime.checkpoint.stored.digests import hash_file
+from dflash_runtime.checkpoint.stored.files import INDEX_FILE
 from dflash_runtime.documents import fields_of, to_json
 
 HASH_THREADS = 4

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
-from dflash_runtime.checkpoint.fp8_format import fp8_matrices
 from dflash_runtime.checkpoint.layout import HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.scaled_weights import E4M3
+from dflash_runtime.checkpoint.quantised.fp8_format import fp8_matrices
+from dflash_runtime.checkpoint.quantised.scaled_weights import E4M3
 from dflash_runtime.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:

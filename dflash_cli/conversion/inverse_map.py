@@ -12,7 +12,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
 from dflash_cli.formats.dialect import Format
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, TARGET_TO_DRAFT
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.notices import Notice
 

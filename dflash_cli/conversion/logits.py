@@ -90,7 +90,7 @@ class DraftBlock:
         import torch
 
         from dflash_kernels.suite import REFERENCE
-        from dflash_runtime.device.kv import KVCache, PagedAttention
+        from dflash_runtime.device.storage.kv import KVCache, PagedAttention
         from dflash_runtime.drafts.draft import load_draft
         from dflash_runtime.models.placement import Placement
 

@@ -18,8 +18,8 @@ from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import CONTAINER, KindReading
 from dflash_cli.formats.draft_kinds.renamed import renamed_config, renamed_tensor
 from dflash_cli.formats.draft_kinds.table import Renaming
-from dflash_runtime.checkpoint.files import MASK_FILE, Checkpoint
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.stored.files import MASK_FILE, Checkpoint
 from dflash_runtime.errors import CheckpointError, GateFailed, UnsupportedError, naming_file
 
 CONTAINERS = (CONTAINER, "dflash_config", "eagle_config")

@@ -15,10 +15,10 @@ from dflash_cli.formats.detection import Detection
 from dflash_cli.formats.dialect import Format
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
-from dflash_runtime.checkpoint.files import INDEX_SUFFIX, MASK_FILE, PICKLE_SUFFIXES, Checkpoint, refuse_escape
-from dflash_runtime.checkpoint.gguf import SUFFIX
-from dflash_runtime.checkpoint.ignored_files import ignored_files
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.files import INDEX_SUFFIX, MASK_FILE, PICKLE_SUFFIXES, Checkpoint, refuse_escape
+from dflash_runtime.checkpoint.stored.gguf import SUFFIX
+from dflash_runtime.checkpoint.stored.ignored_files import ignored_files
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.errors import MISSING, CheckpointError, UnsupportedError
 from dflash_runtime.notices import Notice
 

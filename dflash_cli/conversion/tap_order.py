@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
 from dflash_runtime.checkpoint.layout import PACKED_DTYPES
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import CheckpointError, LossyConversion, UnsupportedError
 from dflash_runtime.notices import Notice

@@ -9,10 +9,10 @@ from dflash_cli.conversion.changes import Change
 from dflash_cli.conversion.fp8_tensors import BLOCK, SCALE_END
 from dflash_cli.conversion.side_files import ALLOW_HINT
 from dflash_cli.formats.dialect import Format, word_of, writable_formats
-from dflash_runtime.checkpoint.files import SINGLE_FILE
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD, TARGET_TO_DRAFT
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.scaled_weights import E4M3
+from dflash_runtime.checkpoint.quantised.scaled_weights import E4M3
+from dflash_runtime.checkpoint.stored.files import SINGLE_FILE
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_runtime.notices import Notice
 

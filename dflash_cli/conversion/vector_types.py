@@ -11,7 +11,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.safetensors_writer import MadeTensor, WrittenTensor
 from dflash_cli.formats.dialect import Format, Json
 from dflash_cli.formats.fields import look_up, with_keys
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.errors import MISSING, LossyConversion
 
 if TYPE_CHECKING:

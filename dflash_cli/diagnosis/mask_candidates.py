@@ -1,8 +1,8 @@
 """Ids that may be the mask of a draft, from the tokens that the target's files name."""
 
 from dflash_cli.rules.themes.target_identity import TOKENIZER_FILE, read_json, special_tokens
-from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.json_values import as_index, as_object, is_int
 
 MAX_SPECIALS = 16

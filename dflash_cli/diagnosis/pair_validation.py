@@ -15,7 +15,7 @@ from dflash_cli.diagnosis.run_settings import RunSettings, run_settings
 from dflash_cli.rules.rule import Finding, rules_of
 from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
 from dflash_cli.rules.validator import apply_rules, find_up_to, report_of
-from dflash_runtime.device.early_refusals import refuse_early
+from dflash_runtime.device.setup.early_refusals import refuse_early
 from dflash_runtime.documents import copy_fields
 from dflash_runtime.errors import UsageError
 

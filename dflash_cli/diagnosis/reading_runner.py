@@ -15,8 +15,8 @@ from dflash_cli.diagnosis.reading_screen import KnownTexts, ReadingScreen
 from dflash_cli.diagnosis.run_settings import SearchBudget
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.device.loading import LoadedPair, load_pair
-from dflash_runtime.device.settings import resolve_limits
+from dflash_runtime.device.setup.loading import LoadedPair, load_pair
+from dflash_runtime.device.setup.settings import resolve_limits
 from dflash_runtime.drafts.draft import Draft, build_draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM

@@ -16,8 +16,8 @@ from torch.nn import functional
 from dflash_cli.acceptance.intervals.statistics import StepCounts
 from dflash_cli.diagnosis.further_training import Loss, Trainable, halves, pulls, training_gain
 from dflash_cli.diagnosis.run_settings import Score
-from dflash_runtime.device.kv import KVCache
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
+from dflash_runtime.device.storage.kv import KVCache
 from dflash_runtime.device.text_pages import Anchor, Foretold, TextPages, read_features
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.models.weights import Weights

@@ -64,7 +64,7 @@ KINDS: Mapping[str, Kind] = {
         "inspect",
         "checkpoints.description:InspectDocument",
         "checkpoints.comparison:DifferenceDocument",
-        "dflash_runtime.device.memory_parts:MemoryParts",
+        "dflash_runtime.device.capacity.memory_parts:MemoryParts",
     ),
     "lock": Kind("What dflash lock writes", ("checkpoints.lock:LockDocument",)),
     "probe": _printed("probe", "probing.probe_result:Probed"),

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any, TextIO, TypeVar, cast
 
-from dflash_runtime.checkpoint.strict_json import (
+from dflash_runtime.checkpoint.stored.strict_json import (
     MAX_JSON_BYTES,
     MAX_ROWS_BYTES,
     parse_json,

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from dflash_runtime.checkpoint.strict_json import MAX_DEPTH, MAX_DIGITS
+from dflash_runtime.checkpoint.stored.strict_json import MAX_DEPTH, MAX_DIGITS
 from dflash_runtime.errors import UsageError
 
 MAX_CHARS = 1_000_000

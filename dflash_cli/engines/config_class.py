@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash_cli.rules.themes.rope import NEEDED_BY_ROPE
-from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
+from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING
 from dflash_runtime.json_values import is_number
 
 NONE = type(None)

@@ -12,8 +12,8 @@ from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.subject import BODY_SIZES, WEIGHTS, Subject, stand_in
 from dflash_cli.rules.themes.tensors import common_prefix, fused_names
-from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
 from dflash_runtime.checkpoint.layout import EMBEDDING, HEAD, SINKS, body_shapes, compare_tensors
+from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.json_values import is_int, is_number
 

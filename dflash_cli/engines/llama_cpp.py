@@ -41,9 +41,9 @@ from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import BODY_SIZES, Subject
-from dflash_runtime.checkpoint.gguf_files import find_gguf
-from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import SINKS
+from dflash_runtime.checkpoint.stored.gguf_files import find_gguf
+from dflash_runtime.checkpoint.targets.hf_config import SLIDING
 from dflash_runtime.errors import MISSING
 from dflash_runtime.json_values import as_object
 

@@ -7,7 +7,7 @@ from dflash_cli.formats.gguf import ARCHITECTURE_KEY, CAUSAL, MASK, PATTERN, TAP
 from dflash_cli.formats.gguf_relatives import GgufRelative
 from dflash_cli.rules.rule import FIX_COPY, Problem, check
 from dflash_cli.rules.subject import WEIGHTS, Subject
-from dflash_runtime.checkpoint.gguf import DRAFTS
+from dflash_runtime.checkpoint.stored.gguf import DRAFTS
 from dflash_runtime.errors import MISSING
 from dflash_runtime.json_values import is_int
 

@@ -12,7 +12,7 @@ from dflash_cli.rules.subject import BODY_SIZES, WEIGHTS, Subject, stand_in
 from dflash_cli.rules.themes.tensors import FLOATS
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.layout import body_shapes
-from dflash_runtime.checkpoint.stated_quantization import block_structure, is_block
+from dflash_runtime.checkpoint.quantised.stated_quantization import block_structure, is_block
 from dflash_runtime.json_values import as_object, is_int
 
 KEY = "quantization_config"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash_cli.terminal.shown import Shown
-from dflash_runtime.device.memory_parts import LayerKV, MemoryParts
+from dflash_runtime.device.capacity.memory_parts import LayerKV, MemoryParts
 from dflash_runtime.phrases import plural
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def measure_pair(
 
     if target.facts.max_position_embeddings is not None:  # before torch is imported
         resolve_model_len(config, target.facts.max_position_embeddings, draft.config)
-    from dflash_runtime.device.memory_estimate import estimate_memory, plan_for_gpu
+    from dflash_runtime.device.capacity.memory_estimate import estimate_memory, plan_for_gpu
 
     plan = plan_for_gpu(target, draft, config)
     return PairMemory(estimate_memory(plan, draft=names[0], target=names[1], gpu_bytes=gpu_bytes))

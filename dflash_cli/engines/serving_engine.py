@@ -20,7 +20,7 @@ from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.rule import Check, Outcome, Problem
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.checkpoint.hf_config import SLIDING
+from dflash_runtime.checkpoint.targets.hf_config import SLIDING
 from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import closest
 from dflash_runtime.registry import Registry

@@ -21,7 +21,7 @@ from dflash_cli.rules.shapes import reduced_vocabulary
 from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_cli.rules.themes.attention import WINDOW_KEY
 from dflash_cli.rules.themes.tensors import ALIASES, common_prefix, fused_names
-from dflash_runtime.checkpoint.files import INDEX_FILE
+from dflash_runtime.checkpoint.stored.files import INDEX_FILE
 
 FIX_VLLM = "dflash serve-command {draft} --target {target} --engine vllm # vLLM serves it"
 NORMALISE = f"dflash convert {{draft}} {{out}} --to {COMMON} --normalise-taps"

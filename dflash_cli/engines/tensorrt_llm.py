@@ -28,7 +28,7 @@ from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.checkpoint.hf_config import SLIDING
+from dflash_runtime.checkpoint.targets.hf_config import SLIDING
 from dflash_runtime.json_values import as_object
 
 NAME = "tensorrt-llm"

@@ -37,7 +37,7 @@ from dflash_cli.formats.native import Native
 from dflash_cli.rules.rule import Outcome, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_cli.rules.themes.tensors import FLOATS
-from dflash_runtime.checkpoint.layer_kinds import STATE_KINDS
+from dflash_runtime.checkpoint.targets.layer_kinds import STATE_KINDS
 from dflash_runtime.json_values import as_object, is_int, is_number
 
 NAME = "transformers"

@@ -43,9 +43,9 @@ from dflash_cli.formats.unserved import asks_for_latent_attention
 from dflash_cli.rules.rule import BFLOAT16, FIX_COPY, Outcome, Problem, check
 from dflash_cli.rules.shapes import stated_scales
 from dflash_cli.rules.subject import CONFIG_FILE, WEIGHTS, NamedEngine, Subject
-from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import CONFIDENCE, DRAFT_TO_TARGET, SINKS
-from dflash_runtime.checkpoint.target_facts import decoder_config
+from dflash_runtime.checkpoint.targets.hf_config import SLIDING
+from dflash_runtime.checkpoint.targets.target_facts import decoder_config
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.json_values import as_object
 from dflash_runtime.notices import Notice

@@ -28,8 +28,8 @@ from dflash_cli.engines.vllm_packing import load_packing
 from dflash_cli.engines.vllm_settings import check_head, settings_of
 from dflash_cli.formats.fields import AUX_KEY
 from dflash_cli.rules.subject import WEIGHTS, Subject
-from dflash_runtime.checkpoint.hf_config import SLIDING
 from dflash_runtime.checkpoint.layout import CONFIDENCE
+from dflash_runtime.checkpoint.targets.hf_config import SLIDING
 from dflash_runtime.json_values import is_int, is_number
 
 READS_OUTER_KEYS: Release = (0, 25)

@@ -11,7 +11,7 @@ from dflash_cli.formats.speculators import SpeculatorsFormat
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.rules.rule import FIX_COPY, Problem, check
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.checkpoint.hf_config import SLIDING
+from dflash_runtime.checkpoint.targets.hf_config import SLIDING
 from dflash_runtime.json_values import as_object
 
 VLLM_BASE = "vLLM 0.33.0 transformers_utils/configs/speculators/base.py, algos.py"

@@ -16,7 +16,7 @@ from dflash_cli.formats.dflash2 import FIELDS
 from dflash_cli.formats.speculators_updaters import NON_CAUSAL_FLAG
 from dflash_cli.formats.stated import MAX_LAYERS
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.checkpoint.hf_config import FULL
+from dflash_runtime.checkpoint.targets.hf_config import FULL
 from dflash_runtime.json_values import as_object, is_number
 
 BODY = "transformer_layer_config"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import Format, Json, ParsedConfig, all_formats
-from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import canonical_name
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UnknownFormat, UnsupportedError
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
+from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING
 from dflash_runtime.json_values import as_object, is_int

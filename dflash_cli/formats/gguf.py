@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from dflash_cli.formats.decoder_body import plain_keys, prefixed_keys, read_draft_body
 from dflash_cli.formats.dialect import FORMATS, USUAL_KEYS, Format, Json, ParsedConfig, cannot_state, refuse_scales
 from dflash_cli.formats.fields import SCALES, Keys, Spelling, look_up, shifted, with_keys
-from dflash_runtime.checkpoint.gguf import DRAFTS, shortest, to_float32
-from dflash_runtime.checkpoint.gguf_checkpoint import gguf_name
-from dflash_runtime.checkpoint.hf_config import FULL, SLIDING, read_layer_types, require_int
+from dflash_runtime.checkpoint.stored.gguf import DRAFTS, shortest, to_float32
+from dflash_runtime.checkpoint.stored.gguf_checkpoint import gguf_name
+from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING, read_layer_types, require_int
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion

@@ -6,7 +6,7 @@ Source: vllm-project/vllm transformers_utils/configs/speculators/algos.py. Names
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from dflash_runtime.checkpoint.hf_config import FULL, SLIDING
+from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING
 from dflash_runtime.errors import MISSING, InvalidConfig, UnknownFormat, UnsupportedError
 from dflash_runtime.json_values import is_int
 from dflash_runtime.registry import Registry

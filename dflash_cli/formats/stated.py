@@ -6,7 +6,7 @@ from typing import Any
 
 from dflash_cli.formats.dialect import Format
 from dflash_cli.formats.fields import look_up, with_keys
-from dflash_runtime.checkpoint.hf_config import SLIDING, usual_layer_types
+from dflash_runtime.checkpoint.targets.hf_config import SLIDING, usual_layer_types
 from dflash_runtime.errors import MISSING
 from dflash_runtime.json_values import is_int
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Annotated, Any, Literal
 
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.documents import HIDDEN, OPTIONAL, computed_key
 from dflash_runtime.errors import UsageError
 

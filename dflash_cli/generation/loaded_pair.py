@@ -29,8 +29,8 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.progress import bars, working
 from dflash_cli.version import __version__
 from dflash_runtime.checkpoint.pair import TargetSource, check_pair
-from dflash_runtime.checkpoint.tokenizer import find_stop_ids
-from dflash_runtime.device.early_refusals import refuse_early
+from dflash_runtime.checkpoint.text.tokenizer import find_stop_ids
+from dflash_runtime.device.setup.early_refusals import refuse_early
 from dflash_runtime.documents import copy_fields, fields_of
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError, hinting

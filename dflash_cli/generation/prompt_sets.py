@@ -14,7 +14,7 @@ from dflash_cli.checkpoints.references import is_bundled, tiny_directory
 from dflash_cli.generation.prompt_source import DatasetSource
 from dflash_cli.generation.prompts import PromptRow, gather_rows, make_row
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_runtime.checkpoint.digests import hash_file
+from dflash_runtime.checkpoint.stored.digests import hash_file
 from dflash_runtime.errors import UsageError
 
 logger = logging.getLogger(__name__)

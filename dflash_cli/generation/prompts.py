@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, TextIO
 from dflash_cli.documents.reading import bounded_lines, open_text
 from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.tokenizer import Tokenizer
-from dflash_runtime.checkpoint.digests import digest_text
-from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
+from dflash_runtime.checkpoint.stored.digests import digest_text
+from dflash_runtime.checkpoint.stored.strict_json import MAX_JSON_BYTES, parse_json, too_large_json
 from dflash_runtime.documents import HIDDEN, OPTIONAL
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, RequestError, UsageError
 from dflash_runtime.json_values import is_int

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 
 SMALL_PARAMETERS = 50_000_000
 """Below this many parameters in target and draft together one thread is fastest."""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.checkpoint import tokenizer
-from dflash_runtime.checkpoint.strict_json import loads
-from dflash_runtime.checkpoint.tokenizer import Tokenizer
+from dflash_runtime.checkpoint.stored.strict_json import loads
+from dflash_runtime.checkpoint.text import tokenizer
+from dflash_runtime.checkpoint.text.tokenizer import Tokenizer
 from dflash_runtime.errors import UsageError
 
 __all__ = ["REPLACEMENT", "StreamDecoder", "Tokenizer", "find_tokenizer", "template_arguments"]

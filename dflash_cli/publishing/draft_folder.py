@@ -9,8 +9,8 @@ from pathlib import Path
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
 from dflash_cli.conversion.side_files import MANIFEST_FILE, MASK_PICKLE, PAPERS, SETTINGS, TOKENIZER
 from dflash_cli.terminal.environment import SECRET_TEXT
-from dflash_runtime.checkpoint.files import INDEX_SUFFIX, MASK_FILE, PICKLE_SUFFIXES, refuse_escape
-from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
+from dflash_runtime.checkpoint.stored.files import INDEX_SUFFIX, MASK_FILE, PICKLE_SUFFIXES, refuse_escape
+from dflash_runtime.checkpoint.stored.gguf_checkpoint import open_stored
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.phrases import plural
 

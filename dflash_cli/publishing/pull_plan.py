@@ -14,9 +14,9 @@ from dflash_cli.documents.atomic_file import make_folder, naming_output
 from dflash_cli.publishing.compared_files import Change, ComparedFile, ComparedFiles, change_of
 from dflash_cli.publishing.draft_folder import READ, LocalFile, matches
 from dflash_cli.publishing.hub_upload import HubState, StoredFile, read_state
-from dflash_runtime.checkpoint.files import INDEX_SUFFIX
-from dflash_runtime.checkpoint.gguf import SUFFIX
-from dflash_runtime.checkpoint.gguf_files import part_names
+from dflash_runtime.checkpoint.stored.files import INDEX_SUFFIX
+from dflash_runtime.checkpoint.stored.gguf import SUFFIX
+from dflash_runtime.checkpoint.stored.gguf_files import part_names
 from dflash_runtime.errors import CheckpointError, UsageError
 from dflash_runtime.phrases import plural
 

@@ -10,7 +10,7 @@ from dflash_cli.checkpoints.hub import size_text
 from dflash_cli.publishing.compared_files import SENT, ComparedFile, ComparedFiles, change_of
 from dflash_cli.publishing.draft_folder import LocalFile
 from dflash_cli.publishing.hub_upload import Committed, HubState, commit, hub_address, make_room
-from dflash_runtime.checkpoint.files import INDEX_SUFFIX, PICKLE_SUFFIXES
+from dflash_runtime.checkpoint.stored.files import INDEX_SUFFIX, PICKLE_SUFFIXES
 from dflash_runtime.errors import CheckpointNotFound, GateFailed, UsageError
 from dflash_runtime.phrases import plural
 

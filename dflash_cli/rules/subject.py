@@ -14,10 +14,10 @@ from dflash_cli.formats.dialect import Format, ParsedConfig
 from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import KindReading
 from dflash_cli.formats.stated import MAX_LAYERS, StatedConfig
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.gguf_checkpoint import is_plain
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.gguf_checkpoint import is_plain
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import CheckpointError, InvalidConfig, UnsupportedError, naming_file

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from dflash_cli.documents.reading import read_text
 from dflash_cli.terminal.options import refuse_beside
 from dflash_cli.terminal.requests import PROMPTS, SAMPLING, Option, Request
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:

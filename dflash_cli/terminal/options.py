@@ -21,7 +21,7 @@ from dflash_cli.terminal.requests import (
     Request,
     parameters_of,
 )
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.errors import UnsupportedError, UsageError
 
 REFERENCE = "A directory, a hub repository org/repo[@revision], or a bundled name"

@@ -10,8 +10,8 @@ from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.acceptance.measure import EvaluationPlan, measure
 from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.tuning.candidates import Candidate
-from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.settings import resolve_limits
+from dflash_runtime.device.setup.loading import LoadedPair
+from dflash_runtime.device.setup.settings import resolve_limits
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import RequestError
 from dflash_runtime.llm import LLM

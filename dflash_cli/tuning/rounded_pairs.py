@@ -8,7 +8,7 @@ from dataclasses import replace
 from dflash_cli.tuning.roundings import round_kv, round_weights
 from dflash_cli.tuning.what_if import WhatIf
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import Target, target_families, target_shapes

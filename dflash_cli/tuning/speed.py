@@ -28,7 +28,7 @@ from dflash_cli.tuning.batch_speeds import (
 from dflash_cli.tuning.round_intervals import CONFIDENCE, half_width
 from dflash_cli.tuning.step_parts import StepParts, silence_draft, silence_target
 from dflash_cli.tuning.timed_steps import check_num_steps
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request

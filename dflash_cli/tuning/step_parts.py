@@ -17,7 +17,7 @@ from torch import Tensor
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.tuning.round_intervals import mean_interval
 from dflash_kernels.logits.uniform import DRAFT
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.documents import NOT_REQUIRED, computed_key
 from dflash_runtime.drafts.draft import Drawn, Draws, WalkingDraft
 from dflash_runtime.models.weights import Matrix

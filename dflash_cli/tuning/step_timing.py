@@ -6,7 +6,7 @@ from dflash_cli.tuning.candidate_runs import resize
 from dflash_cli.tuning.candidates import Candidate
 from dflash_cli.tuning.speed import Arm, SpeedRequest, counting, measure_rounds
 from dflash_cli.tuning.step_costs import StepCosts, Times
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.engine_config import EngineConfig
 
 

@@ -31,7 +31,7 @@ from dflash_kernels.attention import block_attention
 from dflash_kernels.launch import ceil_div
 from dflash_kernels.launch_config import AttentionShape, BalancedShape, num_multiprocessors
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
-from dflash_runtime.device.settings import resolve_kv_dtype
+from dflash_runtime.device.setup.settings import resolve_kv_dtype
 from timing.arguments import open_device, run_dtype
 from timing.ceilings import device_ms, measure_rates
 from timing.floors import Rates

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.layout import body_shapes
-from dflash_runtime.checkpoint.safetensors_header import DTYPE_BYTES
+from dflash_runtime.checkpoint.stored.safetensors_header import DTYPE_BYTES
 from dflash_runtime.draft_config import DraftConfig
 from timing.shape_configs import model_configs
 from timing.shapes import SHAPES

@@ -33,7 +33,7 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import pick_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
 from dflash_runtime.config_parts import RopeConfig
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.engine_config import EngineConfig

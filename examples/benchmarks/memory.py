@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
-from dflash_runtime.device.memory_estimate import estimate_memory, plan_for_gpu
+from dflash_runtime.device.capacity.memory_estimate import estimate_memory, plan_for_gpu
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.sampling_params import SamplingParams

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import pick_kernels
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.hosting.own_cache import Batching, OwnCacheTarget

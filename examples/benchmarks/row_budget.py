@@ -33,7 +33,7 @@ from typing import Any
 from unittest import mock
 
 from dflash_runtime.device import step_times
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.scheduling.request import Request
 from timing.arguments import add_shape_options, counts, open_device, shape_of
 from timing.engine_arms import FILL_ROWS, ROUNDS, Cell, engine_pair, num_tokens, ready_engine, time_rounds

@@ -70,7 +70,7 @@ def measure(folder: Path, max_num_requests: int, max_model_len: int, *, is_plain
     import torch
 
     from dflash_cli import LLM, SamplingParams, load_pair, open_draft, open_target
-    from dflash_runtime.device.memory import scratch_bytes
+    from dflash_runtime.device.capacity.memory import scratch_bytes
     from dflash_runtime.engine_config import EngineConfig
 
     lap("import")

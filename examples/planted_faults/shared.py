@@ -8,7 +8,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.diagnosis.reading_runner import ReadingRunner
 from dflash_cli.diagnosis.reading_screen import KnownTexts
 from dflash_runtime.checkpoint.pair import TargetSource, check_pair
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.drafts.draft import load_draft_weights
 from dflash_runtime.scheduling.request_output import RequestOutput
 

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-from dflash_runtime.device.memory import is_out_of_memory
-from dflash_runtime.device.results import PendingForward
+from dflash_runtime.device.capacity.memory import is_out_of_memory
 from dflash_runtime.device.runner import Runner
+from dflash_runtime.device.storage.results import PendingForward
 from dflash_runtime.errors import CapacityError, DFlashError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.ranks.interruptions import deferred_interrupt

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from dflash_runtime.device.kv_pages import PagePorter
-from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.memory import fit_num_pages, fit_num_snapshots
+from dflash_runtime.device.capacity.memory import fit_num_pages, fit_num_snapshots
 from dflash_runtime.device.runner import Runner
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.device.step_times import find_step_times
+from dflash_runtime.device.storage.kv_pages import PagePorter
 from dflash_runtime.drafts.lookups import lookups
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import UsageError

@@ -16,9 +16,9 @@ from typing import overload
 import torch
 
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
-from dflash_runtime.checkpoint.tokenizer import Tokenizer
-from dflash_runtime.device.loading import LoadedPair, load_pair
-from dflash_runtime.device.pair_fingerprint import fingerprint
+from dflash_runtime.checkpoint.text.tokenizer import Tokenizer
+from dflash_runtime.device.setup.loading import LoadedPair, load_pair
+from dflash_runtime.device.setup.pair_fingerprint import fingerprint
 from dflash_runtime.documents import copy_fields
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.engine_setup import EngineSetup

@@ -13,9 +13,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from dflash_runtime.device.kv import PagedAttention
-from dflash_runtime.device.recurrent import recall_alone
 from dflash_runtime.device.runner import Runner
+from dflash_runtime.device.storage.kv import PagedAttention
+from dflash_runtime.device.storage.recurrent import recall_alone
 from dflash_runtime.documents import HIDDEN, computed_key
 from dflash_runtime.drafts.token_masks import TokenMasks
 from dflash_runtime.models.placement import as_current

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
 from dflash_runtime.models.rank_sizes import OPTION

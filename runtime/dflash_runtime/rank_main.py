@@ -14,12 +14,12 @@ import torch
 import torch.distributed
 
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.gguf_checkpoint import open_stored
-from dflash_runtime.checkpoint.hf_config import read_target_facts
 from dflash_runtime.checkpoint.pair import DraftSource, TargetSource
-from dflash_runtime.device.loading import load_pair
-from dflash_runtime.device.settings import device_of
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.gguf_checkpoint import open_stored
+from dflash_runtime.checkpoint.targets.hf_config import read_target_facts
+from dflash_runtime.device.setup.loading import load_pair
+from dflash_runtime.device.setup.settings import device_of
 from dflash_runtime.engine import Engine, StopAt
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.llm import LLM

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_runtime.device.memory import is_out_of_memory
+from dflash_runtime.device.capacity.memory import is_out_of_memory
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.engine_config import EngineConfig

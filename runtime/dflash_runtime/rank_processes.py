@@ -14,8 +14,8 @@ import torch
 
 from dflash_runtime.checkpoint.canonical_names import CanonicalCheckpoint
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
-from dflash_runtime.device.settings import device_of
-from dflash_runtime.device.splitting import check_split
+from dflash_runtime.device.setup.settings import device_of
+from dflash_runtime.device.setup.splitting import check_split
 from dflash_runtime.engine import StopAt
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import DFlashError, PeerUnreachable

@@ -2,7 +2,7 @@
 
 Between steps the engine advances hand-offs without waiting. Loaded rows are stored in pages in stream order, and the
 next step switches the request on. After a request is sent, its pages are freed. Payloads that stay on the device are
-limited (`device/payload_room.py`). If a load fails or takes too long, the request is prefilled here.
+limited (`device/capacity/payload_room.py`). If a load fails or takes too long, the request is prefilled here.
 """
 
 import logging
@@ -13,10 +13,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflash_runtime.device.kv_pages import MovingPages
-from dflash_runtime.device.memory import is_out_of_memory
-from dflash_runtime.device.payload_room import PayloadRoom
+from dflash_runtime.device.capacity.memory import is_out_of_memory
+from dflash_runtime.device.capacity.payload_room import PayloadRoom
 from dflash_runtime.device.runner import Runner
+from dflash_runtime.device.storage.kv_pages import MovingPages
 from dflash_runtime.errors import CapacityError, DFlashError, HandoffMismatch, PeerUnreachable
 from dflash_runtime.kv_transfer.connector import Connector
 from dflash_runtime.kv_transfer.connector_futures import begun, result, then

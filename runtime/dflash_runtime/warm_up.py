@@ -13,8 +13,8 @@ from itertools import count, islice
 
 from dflash_kernels.launch_config import LONG_CONTEXT
 from dflash_kernels.products.product_config import GATED_ROWS, many_rows_shape
-from dflash_runtime.device.decode_graphs import StepMode, kinds_of
-from dflash_runtime.device.memory import log_use
+from dflash_runtime.device.capacity.memory import log_use
+from dflash_runtime.device.graphs.decode_graphs import StepMode, kinds_of
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.scheduling.limits import rows_to_ridge

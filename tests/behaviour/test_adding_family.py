@@ -66,7 +66,7 @@ READS_ITS_CONFIG = (
     + """
     @staticmethod
     def read_config(config, path):
-        from dflash_runtime.checkpoint.hf_config import read_target_config
+        from dflash_runtime.checkpoint.targets.hf_config import read_target_config
 
         return read_target_config({key: value for key, value in config.items() if key != "num_local_experts"}, path)
 """

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.checkpoint.runs_here import how_it_runs
+from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
 from dflash_testing import checkpoints as support
 
 PROMPT = '{"prompt_token_ids": [5, 6, 7]}\n'

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.checkpoint.runs_here import how_it_runs
+from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.errors import DFlashError, InvalidConfig
 from dflash_runtime.models.target import Target

@@ -11,7 +11,7 @@ from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.formats.dialect import writable_formats
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_testing import checkpoints as support
 
 SLIDING = support.Shape(windows=(16, 16))

@@ -20,7 +20,7 @@ from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.verify import differing_fields
 from dflash_cli.formats.dialect import Format, writable_formats
 from dflash_runtime.checkpoint.layout import owned_shapes
-from dflash_runtime.checkpoint.safetensors_header import read_header
+from dflash_runtime.checkpoint.stored.safetensors_header import read_header
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_testing import checkpoints as support

@@ -10,7 +10,7 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.layout import HEAD
 from dflash_runtime.checkpoint.pair import DraftSource
-from dflash_runtime.device.settings import resolve_limits
+from dflash_runtime.device.setup.settings import resolve_limits
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.engine_config import EngineConfig

@@ -18,8 +18,8 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.conversion.verify import differing_fields
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
-from dflash_runtime.checkpoint.gguf import GgufHeader
-from dflash_runtime.checkpoint.gguf_files import read_gguf
+from dflash_runtime.checkpoint.stored.gguf import GgufHeader
+from dflash_runtime.checkpoint.stored.gguf_files import read_gguf
 from dflash_testing import checkpoints as support
 from dflash_testing import gguf_files
 from dflash_testing.paths import ROOT

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_runtime.device import kv_pages
+from dflash_runtime.device.storage import kv_pages
 from dflash_runtime.kv_transfer.file_connector import FileConnector
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash_cli.diagnosis.reading_screen import KnownTexts, ReadingScreen
-from dflash_runtime.device import memory
+from dflash_runtime.device.capacity import memory
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.hosting.stream_capture import capture_stream
 from dflash_runtime.scheduling.request_output import RequestOutput

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_runtime.device.decode_graphs import bucket_of
+from dflash_runtime.device.graphs.decode_graphs import bucket_of
 from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.sampling_params import SamplingParams

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dflash_runtime import transfers
-from dflash_runtime.device import kv_pages
+from dflash_runtime.device.storage import kv_pages
 from dflash_runtime.errors import CapacityError, HandoffMismatch
 from dflash_runtime.kv_transfer.file_connector import FileConnector
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff, concerns_target, find_problems

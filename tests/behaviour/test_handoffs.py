@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_runtime.device import kv_pages
+from dflash_runtime.device.storage import kv_pages
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import FinishReason, Request

@@ -11,7 +11,7 @@ import torch
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.config_parts import RopeConfig
-from dflash_runtime.device.recurrent import snapshot_bytes
+from dflash_runtime.device.storage.recurrent import snapshot_bytes
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import Target

@@ -10,8 +10,8 @@ import torch
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.config_parts import RopeConfig
-from dflash_runtime.device import recurrent
-from dflash_runtime.device.recurrent import LATEST, STATES, BlockRecall
+from dflash_runtime.device.storage import recurrent
+from dflash_runtime.device.storage.recurrent import LATEST, STATES, BlockRecall
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dflash_kernels.recurrent.delta_blocks import MAX_TREE_ROWS
-from dflash_runtime.device.attention import MAX_RECURRENT_NODES
+from dflash_runtime.device.setup.attention import MAX_RECURRENT_NODES
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hybrid_pair import hybrid_draft, hybrid_llm, hybrid_prompts, hybrid_target, random_hybrid_target

@@ -10,8 +10,8 @@ import torch
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.terminal.sampling_options import LOOKUP_NAMES
-from dflash_runtime.device.loading import load_pair
-from dflash_runtime.device.settings import apply_exclusions
+from dflash_runtime.device.setup.loading import load_pair
+from dflash_runtime.device.setup.settings import apply_exclusions
 from dflash_runtime.drafts.lookups import lookups
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.config_parts import RopeConfig
-from dflash_runtime.device.loading import load_pair
+from dflash_runtime.device.setup.loading import load_pair
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import TensorMismatch

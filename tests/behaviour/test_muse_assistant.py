@@ -10,7 +10,7 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from dflash_cli import validate
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.models.weights import stack_projections
 from dflash_testing import checkpoints as support

@@ -10,9 +10,9 @@ import pytest
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_runtime.config_parts import RopeConfig
-from dflash_runtime.device import cache_graphs
-from dflash_runtime.device.cache_graphs import CacheGraphs
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.graphs import cache_graphs
+from dflash_runtime.device.graphs.cache_graphs import CacheGraphs
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.sampling_params import SamplingParams

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dflash_kernels.kv.rope_store import KVPlace
-from dflash_runtime.device.kv import PagedAttention
 from dflash_runtime.device.prefill import RaggedAttention
-from dflash_runtime.device.results import PendingForward
+from dflash_runtime.device.storage.kv import PagedAttention
+from dflash_runtime.device.storage.results import PendingForward
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.request import DraftStep, Request

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dflash_runtime.device import payload_room
-from dflash_runtime.device.payload_room import PayloadRoom
+from dflash_runtime.device.capacity import payload_room
+from dflash_runtime.device.capacity.payload_room import PayloadRoom
 from dflash_runtime.kv_transfer.handoff import Handoff
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request

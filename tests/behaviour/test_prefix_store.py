@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_runtime.device import kv_pages
+from dflash_runtime.device.storage import kv_pages
 from dflash_runtime.errors import UsageError
 from dflash_runtime.kv_transfer.payload_bytes import checksum
 from dflash_runtime.kv_transfer.stored_pages import StoredPages

@@ -14,7 +14,7 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.formats.detection import detect
 from dflash_cli.formats.relatives import Relative
 from dflash_cli.generation.loaded_pair import tell_notes
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 from dflash_testing.published_drafts import PUBLISHED, RUNS, PublishedDraft, table

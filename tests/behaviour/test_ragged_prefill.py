@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dflash_runtime import engine
-from dflash_runtime.device.results import PendingForward
+from dflash_runtime.device.storage.results import PendingForward
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.target import Target

@@ -17,7 +17,7 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.commands.eval_acceptance import EvaluationRequest, evaluate
 from dflash_cli.commands.generate import GenerationRequest
-from dflash_runtime.device.loading import load_pair
+from dflash_runtime.device.setup.loading import load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import DFlashError, PeerUnreachable, UnsupportedError, UsageError
 from dflash_runtime.llm import LLM
@@ -116,7 +116,7 @@ def test_an_error_in_a_rank_ends_the_call(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Rank 1 cannot allocate its pages: its own error arrives here, and no process is left."""
     site = tmp_path / "sitecustomize.py"
     site.write_text(
-        "import dflash_runtime.device.kv as kv\n"
+        "import dflash_runtime.device.storage.kv as kv\n"
         "def fail(*given): raise MemoryError('no pages')\n"
         "kv._zeros = fail\n"
     )  # fmt: skip

@@ -16,7 +16,7 @@ from dflash_kernels.launch import HAS_TRITON
 from dflash_kernels.steps.given_rows import give_rows, give_rows_ref
 from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.device import acceptance_model
-from dflash_runtime.device.settings import apply_exclusions
+from dflash_runtime.device.setup.settings import apply_exclusions
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling import row_budget

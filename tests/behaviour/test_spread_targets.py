@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.attention.softmax import PLAIN, Softmax
-from dflash_runtime.device import spreading
-from dflash_runtime.device.loading import load_pair
-from dflash_runtime.device.spreading import resolve_spread, share_out
+from dflash_runtime.device.setup import spreading
+from dflash_runtime.device.setup.loading import load_pair
+from dflash_runtime.device.setup.spreading import resolve_spread, share_out
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageError
 from dflash_runtime.llm import LLM

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion.logits import verify_logits
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.errors import CheckpointError, LossyConversion, TensorMismatch, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing.refusals import refuses

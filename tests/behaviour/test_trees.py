@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.device.attention import check_capability
-from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.device.setup.attention import check_capability
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
 from dflash_runtime.drafts.draft import SelectingDraft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError

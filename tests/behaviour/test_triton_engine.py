@@ -7,8 +7,8 @@ import torch
 
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
-from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.settings import resolve_kv_dtype
+from dflash_runtime.device.setup.loading import LoadedPair
+from dflash_runtime.device.setup.settings import resolve_kv_dtype
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.engine_config import EngineConfig

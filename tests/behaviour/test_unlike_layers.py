@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import triton_kernels
-from dflash_runtime.checkpoint.gemma4_config import read_gemma4_config
-from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
-from dflash_runtime.checkpoint.runs_here import how_it_runs
+from dflash_runtime.checkpoint.targets.gemma4_config import read_gemma4_config
+from dflash_runtime.checkpoint.targets.gpt_oss_config import read_gpt_oss_config
+from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
 from dflash_runtime.config_parts import RopeConfig
-from dflash_runtime.device.attention import Capability, check_capability
-from dflash_runtime.device.loading import load_pair
+from dflash_runtime.device.setup.attention import Capability, check_capability
+from dflash_runtime.device.setup.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.engine_config import EngineConfig

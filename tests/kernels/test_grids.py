@@ -10,7 +10,7 @@ from dflash_kernels.kv.rope_store import KVPlace
 from dflash_kernels.launch_config import MAX_EXPERT_ROWS, MAX_GRID
 from dflash_kernels.steps.step_rows import Bounds, RowState
 from dflash_kernels.suite import triton_kernels
-from dflash_runtime.device.settings import resolve_limits
+from dflash_runtime.device.setup.settings import resolve_limits
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_testing.launches import seen_launches

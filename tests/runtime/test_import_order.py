@@ -31,7 +31,7 @@ LEVELS = {name: level for level, names in enumerate(ROOMS) for name in names.spl
 
 
 def room(module: str) -> str:
-    """`dflash_runtime.device.kv` -> `device`."""
+    """`dflash_runtime.device.storage.kv` -> `device`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
@@ -90,7 +90,7 @@ def test_torch_is_imported_only_inside_functions(folder: str) -> None:
 SHAPES = """
 import json
 from pathlib import Path
-from dflash_runtime.checkpoint.hf_config import read_target_config
+from dflash_runtime.checkpoint.targets.hf_config import read_target_config
 from dflash_runtime.models.target import target_families
 num_listed = 0
 for file in map(Path, FILES):

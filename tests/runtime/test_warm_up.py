@@ -19,7 +19,7 @@ from dflash_kernels.steps.step_rows import RowState
 from dflash_kernels.suite import pick_kernels
 from dflash_runtime import warm_up
 from dflash_runtime.device import prefill
-from dflash_runtime.device.decode_graphs import START_REQUESTS, StepMode
+from dflash_runtime.device.graphs.decode_graphs import START_REQUESTS, StepMode
 from dflash_runtime.errors import UsageError
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request_output import RequestOutput

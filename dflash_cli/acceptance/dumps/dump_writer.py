@@ -29,8 +29,8 @@ from dflash_cli.generation.loaded_pair import PairSession
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.terminal.shown import Shown
-from dflash_runtime.checkpoint.digests import hash_file
-from dflash_runtime.checkpoint.strict_json import read_json
+from dflash_runtime.checkpoint.stored.digests import hash_file
+from dflash_runtime.checkpoint.stored.strict_json import read_json
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointError, UsageError
 from dflash_runtime.phrases import plural

@@ -28,9 +28,9 @@ from dflash_cli.checkpoints.checkpoint_identity import Identity
 from dflash_cli.documents.reading import read_document
 from dflash_cli.generation.prompt_source import Failure, PromptSource
 from dflash_cli.generation.run_facts import PairRun
-from dflash_runtime.checkpoint.digests import digest_text
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.strict_json import read_json
+from dflash_runtime.checkpoint.stored.digests import digest_text
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.strict_json import read_json
 from dflash_runtime.documents import NOT_REQUIRED, OPTIONAL, Limits, fields_of, from_json
 from dflash_runtime.errors import MISSING, CheckpointError, InvalidConfig, UsageError
 

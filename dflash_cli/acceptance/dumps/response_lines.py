@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.documents.reading import open_lines
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.errors import MISSING, CheckpointError
 from dflash_runtime.json_values import is_int
 from dflash_runtime.scheduling.request import FinishReason

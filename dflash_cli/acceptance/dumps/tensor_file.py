@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_cli.acceptance.dumps.dump_format import HIDDEN, TOKENS
-from dflash_runtime.checkpoint.digests import hash_file
-from dflash_runtime.checkpoint.files import refuse_escape
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo, read_header
+from dflash_runtime.checkpoint.stored.digests import hash_file
+from dflash_runtime.checkpoint.stored.files import refuse_escape
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo, read_header
 from dflash_runtime.errors import MISSING, CheckpointError
 
 if TYPE_CHECKING:

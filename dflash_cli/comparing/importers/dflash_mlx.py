@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from dflash_cli.acceptance.conversation_counts import ConversationCounts
 from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, ResultFile, ResultFormat
-from dflash_runtime.checkpoint.digests import digest_text
+from dflash_runtime.checkpoint.stored.digests import digest_text
 from dflash_runtime.json_values import as_number
 
 ROUNDING = 1e-6

@@ -12,7 +12,7 @@ from dflash_cli.checkpoints.references import HUB_ID
 from dflash_cli.checkpoints.slow_answers import HubUnreachable
 from dflash_cli.documents.reading import unpacked_name
 from dflash_cli.generation.datasets.table_files import READERS
-from dflash_runtime.checkpoint.digests import hash_files
+from dflash_runtime.checkpoint.stored.digests import hash_files
 from dflash_runtime.errors import CheckpointNotFound
 
 NO_ROWS = frozenset(("dataset_infos.json", "dataset_dict.json", "dataset_info.json", "state.json", "config.json"))

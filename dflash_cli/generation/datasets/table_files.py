@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_cli.documents.reading import bounded_lines, open_text, read_text, unpacked_name
-from dflash_runtime.checkpoint.strict_json import MAX_ROWS_BYTES, loads, regular_size, too_large_json
+from dflash_runtime.checkpoint.stored.strict_json import MAX_ROWS_BYTES, loads, regular_size, too_large_json
 from dflash_runtime.errors import CheckpointError, RequestError, UnsupportedError
 
 

@@ -12,7 +12,7 @@ from dflash_cli.handoff.two_servers.server import Server
 from dflash_cli.handoff.two_servers.server_readers import ENGINE_SERVERS
 from dflash_cli.handoff.two_servers.transfer import EngineServers, Factor, Transfer
 from dflash_cli.rules.rule import Problem, check
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.errors import CheckpointError
 
 AGAIN = "dflash validate-handoff {servers} --engine {engine}"

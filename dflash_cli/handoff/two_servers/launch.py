@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_cli.documents.reading import parse_object, read_input
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_runtime.json_values import is_int
 

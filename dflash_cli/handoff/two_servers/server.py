@@ -9,7 +9,7 @@ from dflash_cli.engines.serving_engine import Release
 from dflash_cli.handoff.two_servers.carriers import NO_CARRIER, EngineCarrier
 from dflash_cli.handoff.two_servers.launch import Launch
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.checkpoint.layer_kinds import FULL, LATENT, STATE_KINDS
+from dflash_runtime.checkpoint.targets.layer_kinds import FULL, LATENT, STATE_KINDS
 from dflash_runtime.documents import HIDDEN
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.target_config import TargetFacts

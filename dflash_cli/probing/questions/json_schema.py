@@ -10,7 +10,7 @@ from dflash_cli.probing.asking.question import QUESTIONS, CountedAnswer, Outcome
 from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.served.empty_tail import empty_tail
 from dflash_cli.probing.servers.inference_server import Variant
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import plural, shorten
 

@@ -15,7 +15,7 @@ from dflash_cli.probing.findings.served_finding import ServedFinding
 from dflash_cli.probing.served.chat_answers import ServedToolCall, verb_of_stream
 from dflash_cli.probing.served.chat_protocol import KINDS
 from dflash_cli.probing.servers.inference_server import MEASURED, Variant
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.errors import RequestError
 from dflash_runtime.phrases import shorten
 

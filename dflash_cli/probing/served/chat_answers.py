@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_cli.documents.reading import text_lines
 from dflash_cli.probing.served.chat_protocol import list_calls, stream_faults, whole_faults
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.json_values import as_object, is_int
 
 MAX_TOKENS = 1 << 31

@@ -7,7 +7,7 @@ checked where it is present. Absent lists and absent text count as null.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.json_values import as_object, is_int
 from dflash_runtime.phrases import shorten
 

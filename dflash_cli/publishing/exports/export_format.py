@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.comparing.stored_evaluation import StoredEvaluation, refuse_capped
 from dflash_cli.terminal.shown import MAX_ROWS, Shown
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.phrases import shorten
 from dflash_runtime.registry import Registry
 

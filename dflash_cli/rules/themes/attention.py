@@ -7,7 +7,7 @@ from dflash_cli.formats.dialect import COMMON
 from dflash_cli.formats.fields import look_up
 from dflash_cli.rules.rule import FIX_COPY, FIX_TO_COMMON, Problem, check
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.checkpoint.hf_config import SLIDING
+from dflash_runtime.checkpoint.targets.hf_config import SLIDING
 from dflash_runtime.json_values import is_int
 
 FIX_CAUSALITY = (

@@ -6,9 +6,9 @@ from typing import TypeGuard
 
 from dflash_cli.rules.rule import FIX_COPY, FIX_REEXPORT, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
-from dflash_runtime.checkpoint.adapters import adapter_files
-from dflash_runtime.checkpoint.files import INDEX_FILE, SINGLE_FILE
-from dflash_runtime.checkpoint.gguf import SUFFIX
+from dflash_runtime.checkpoint.stored.adapters import adapter_files
+from dflash_runtime.checkpoint.stored.files import INDEX_FILE, SINGLE_FILE
+from dflash_runtime.checkpoint.stored.gguf import SUFFIX
 from dflash_runtime.errors import CheckpointError, DFlashError, TensorMismatch
 from dflash_runtime.json_values import as_object, is_int
 

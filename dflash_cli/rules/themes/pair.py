@@ -6,11 +6,11 @@ from dflash_cli.checkpoints.opening import lacks_embedding_scale
 from dflash_cli.rules.rule import BFLOAT16, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_cli.rules.themes.target_identity import TOKENIZER_CONFIG, read_json, special_tokens
-from dflash_runtime.checkpoint.hf_config import read_rope
 from dflash_runtime.checkpoint.pair import TargetExpectations, find_misfits
-from dflash_runtime.checkpoint.runs_here import how_it_runs
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
-from dflash_runtime.checkpoint.target_facts import decoder_config
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.targets.hf_config import read_rope
+from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
+from dflash_runtime.checkpoint.targets.target_facts import decoder_config
 from dflash_runtime.errors import CheckpointError, InvalidConfig
 from dflash_runtime.json_values import as_object, is_int
 
@@ -239,7 +239,7 @@ def target_counts_its_rows(subject: Subject) -> Iterator[Problem]:
     "info",
     effect="dflash checks this pair and prints commands to serve it, but cannot run it",
     fix="dflash serve-command {draft} --target {target} --engine vllm # then measure acceptance in the engine",
-    source="dflash_runtime/checkpoint/runs_here.py",
+    source="dflash_runtime/checkpoint/targets/runs_here.py",
 )
 def target_can_be_run_here(subject: Subject) -> Iterator[Problem]:
     """dflash runs the target with its own code.

@@ -12,7 +12,7 @@ from dflash_cli.checkpoints.checkpoint_identity import (
 from dflash_cli.formats.dialect import named_architectures
 from dflash_cli.rules.rule import FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check, check_weights
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.documents import from_json
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.json_values import as_object

@@ -13,7 +13,6 @@ from dflash_cli.rules.rule import FIX_COPY, FIX_INSPECT, FIX_REEXPORT, FIX_TO_CO
 from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_runtime.checkpoint import layout
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
-from dflash_runtime.checkpoint.fp8_format import read_fp8_format, refuse_unless_fp8
 from dflash_runtime.checkpoint.layout import (
     CODEBOOK,
     CONFIDENCE,
@@ -27,7 +26,8 @@ from dflash_runtime.checkpoint.layout import (
     layer_indices,
     owned_shapes,
 )
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.quantised.fp8_format import read_fp8_format, refuse_unless_fp8
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import CheckpointError, DFlashError
 from dflash_runtime.json_values import is_int

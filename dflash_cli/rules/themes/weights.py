@@ -7,7 +7,7 @@ from dflash_cli.rules.rule import FIX_REEXPORT_WEIGHTS, Problem, check_weights
 from dflash_cli.rules.subject import WEIGHTS, Subject
 from dflash_cli.rules.themes.tensors import FLOATS
 from dflash_cli.rules.themes.unpacked import num_levels
-from dflash_runtime.checkpoint.scaled_weights import is_scale
+from dflash_runtime.checkpoint.quantised.scaled_weights import is_scale
 
 if TYPE_CHECKING:
     import torch

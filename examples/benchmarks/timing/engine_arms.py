@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.settings import rows_of_a_step
+from dflash_runtime.device.setup.loading import LoadedPair
+from dflash_runtime.device.setup.settings import rows_of_a_step
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.sampling_params import SamplingParams

@@ -22,7 +22,7 @@ from dflash_kernels.drafts.draft_tree import Tree
 from dflash_kernels.drafts.tree_path import Path
 from dflash_kernels.steps.step_rows import RowState, StepRows
 from dflash_kernels.suite import Kernels
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.models.hosting.own_cache import OwnCacheTarget
 from dflash_runtime.scheduling.limits import Limits
 

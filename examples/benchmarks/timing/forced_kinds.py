@@ -18,7 +18,7 @@ from torch import Tensor
 from dflash_kernels.logits.largest_probability import Likeliest
 from dflash_kernels.steps.step_rows import Bounds, RowState, StepRows
 from dflash_kernels.suite import Kernels
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from timing.forced import ROW_DISTANCE, acceptance_rates
 
 Feature = Literal["perfect", "measured", "uninformative"]

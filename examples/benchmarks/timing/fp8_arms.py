@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dflash_kernels.fp8.fp8_weight import FP8, to_fp8
 from dflash_runtime.checkpoint.layout import HEAD
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from timing.pairs import RandomPair
 from timing.shape_configs import family_of
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.device.loading import load_pair
+from dflash_runtime.device.setup.loading import load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import target_shapes

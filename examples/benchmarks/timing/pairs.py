@@ -8,8 +8,8 @@ from torch import Tensor
 
 from dflash_kernels.suite import pick_kernels
 from dflash_runtime.checkpoint.layout import owned_shapes
-from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.settings import rows_of_a_step
+from dflash_runtime.device.setup.loading import LoadedPair
+from dflash_runtime.device.setup.settings import rows_of_a_step
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.models.expert_stacks import stack_experts

@@ -19,9 +19,9 @@ from dflash_cli.checkpoints.opening import Overrides, open_draft, open_target
 from dflash_kernels.suite import pick_kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.runs_here import TargetRuntime
-from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.settings import rows_of_a_step
+from dflash_runtime.checkpoint.targets.runs_here import TargetRuntime
+from dflash_runtime.device.setup.loading import LoadedPair
+from dflash_runtime.device.setup.settings import rows_of_a_step
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.drafts.draft import build_draft
 from dflash_runtime.engine_config import EngineConfig

@@ -9,8 +9,8 @@ from statistics import fmean
 
 import torch
 
-from dflash_runtime.device.results import PendingForward
 from dflash_runtime.device.runner import Runner
+from dflash_runtime.device.storage.results import PendingForward
 from dflash_runtime.scheduling.batch import Batch
 from timing.report import Row
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import PACKED, PACKED_DTYPES, StoredRows, canonical_name, find_stored_rows
-from dflash_runtime.checkpoint.safetensors_header import DTYPE_BYTES, TensorInfo
-from dflash_runtime.checkpoint.target_facts import MLX, NESTED, PACKING, mlx_bits
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.safetensors_header import DTYPE_BYTES, TensorInfo
+from dflash_runtime.checkpoint.targets.target_facts import MLX, NESTED, PACKING, mlx_bits
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.json_values import as_object
@@ -20,7 +20,7 @@ from dflash_runtime.json_values import as_object
 if TYPE_CHECKING:
     import torch
 
-    from dflash_runtime.checkpoint.files import TensorCut
+    from dflash_runtime.checkpoint.stored.files import TensorCut
 
 QUANTIZATION_FILE = "hf_quant_config.json"
 """File in which Model-Optimizer states how it quantised the weights."""

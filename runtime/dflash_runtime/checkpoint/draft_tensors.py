@@ -1,10 +1,10 @@
 """Which tensors of a draft's file the runtime loads. Needs no torch for the families of `layout.py`."""
 
-from dflash_runtime.checkpoint.element_types import refuse_wrong_dtypes
-from dflash_runtime.checkpoint.files import MASK_FILE
-from dflash_runtime.checkpoint.fp8_format import fp8_matrices, refuse_packed_unless_fp8, scale_tensors
 from dflash_runtime.checkpoint.layout import HEAD, owned_shapes, select_tensors
 from dflash_runtime.checkpoint.pair import DraftLike
+from dflash_runtime.checkpoint.quantised.fp8_format import fp8_matrices, refuse_packed_unless_fp8, scale_tensors
+from dflash_runtime.checkpoint.stored.element_types import refuse_wrong_dtypes
+from dflash_runtime.checkpoint.stored.files import MASK_FILE
 from dflash_runtime.errors import UnsupportedError
 
 MASK_EMBEDDINGS = ("mask_embedding.pt", MASK_FILE)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.fp8_format import refuse_packed_unless_fp8
-from dflash_runtime.checkpoint.hf_config import read_target_config
+from dflash_runtime.checkpoint.quantised.fp8_format import refuse_packed_unless_fp8
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.targets.hf_config import read_target_config
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import PairMismatch
 from dflash_runtime.json_values import is_int

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dflash_kernels.logits.sampling import Distribution
 from dflash_kernels.steps.step_rows import StepRows
-from dflash_runtime.device.decode_graphs import StepMode
+from dflash_runtime.device.graphs.decode_graphs import StepMode
 from dflash_runtime.device.shared_rows import GivenRows
-from dflash_runtime.device.state import DeviceState
+from dflash_runtime.device.storage.state import DeviceState
 from dflash_runtime.device.trees import VerifiedTree
 from dflash_runtime.drafts.token_masks import TokenMasks
 

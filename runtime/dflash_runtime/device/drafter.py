@@ -16,12 +16,12 @@ from dflash_kernels.logits.uniform import DRAFT
 from dflash_kernels.steps.step_rows import Bounds, StepRows
 from dflash_runtime.device.acceptance_model import OnlineAcceptance
 from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
-from dflash_runtime.device.decode_graphs import StepMode
 from dflash_runtime.device.grammars import Grammars
-from dflash_runtime.device.kv import KVCache, PagedAttention
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.graphs.decode_graphs import StepMode
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.device.shared_rows import GivenRows
-from dflash_runtime.device.state import DeviceState, Uploader, rows_of
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
+from dflash_runtime.device.storage.state import DeviceState, Uploader, rows_of
 from dflash_runtime.device.trees import TreeShape, VerifiedTree
 from dflash_runtime.drafts.draft import Drawn, Draws, WalkingDraft, to_target
 from dflash_runtime.scheduling.batch import Batch

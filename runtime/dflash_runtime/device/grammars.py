@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_runtime.checkpoint.tokenizer import Tokenizer
+from dflash_runtime.checkpoint.text.tokenizer import Tokenizer
 from dflash_runtime.drafts.token_masks import Matcher, ParserTokenizer, TokenMasks
 from dflash_runtime.errors import RequestError, UnsupportedError
 from dflash_runtime.scheduling.batch import Batch

@@ -13,9 +13,9 @@ from dflash_kernels.attention.attention_rows import room_for
 from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.kv.rope_store import KVPlace
 from dflash_kernels.recurrent.delta_rule import Gates
-from dflash_runtime.device.kv import PagedAttention
 from dflash_runtime.device.prefill import RaggedAttention
 from dflash_runtime.device.shared_rows import SharedAttention
+from dflash_runtime.device.storage.kv import PagedAttention
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,11 @@ from dflash_kernels.recurrent.delta_prompts import PromptChunks, chunk_ints
 from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_kernels.steps.row_changes import ReadyRows
 from dflash_kernels.suite import Kernels
-from dflash_runtime.device.decode_graphs import StepMode
-from dflash_runtime.device.kv import KVCache
-from dflash_runtime.device.recurrent import PromptRecall, RecurrentStates
-from dflash_runtime.device.snapshot_pool import PromptKeeps
-from dflash_runtime.device.state import DeviceState, Uploader, row_of, rows_of
+from dflash_runtime.device.graphs.decode_graphs import StepMode
+from dflash_runtime.device.storage.kv import KVCache
+from dflash_runtime.device.storage.recurrent import PromptRecall, RecurrentStates
+from dflash_runtime.device.storage.snapshot_pool import PromptKeeps
+from dflash_runtime.device.storage.state import DeviceState, Uploader, row_of, rows_of
 from dflash_runtime.models.layers import Recall
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request

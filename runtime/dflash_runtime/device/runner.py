@@ -31,21 +31,21 @@ from torch import Tensor
 
 from dflash_runtime.device.acceptance_model import OnlineAcceptance
 from dflash_runtime.device.blocks import Blocks, ContextRows, Proposal, Sampling
-from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.device.drafter import Drafter
 from dflash_runtime.device.early_end import EarlyEnd
 from dflash_runtime.device.grammars import Grammars
+from dflash_runtime.device.graphs.decode_graphs import DecodeGraphs, StepMode
+from dflash_runtime.device.graphs.piecewise_graphs import PiecewiseGraphs
+from dflash_runtime.device.graphs.prompt_room import PromptRoom
 from dflash_runtime.device.joined_attention import JoinedAttention
-from dflash_runtime.device.kv import KVCache
-from dflash_runtime.device.kv_pages import PagePorter
-from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
 from dflash_runtime.device.prefill import PromptLayout, PromptRows
-from dflash_runtime.device.prompt_room import PromptRoom
-from dflash_runtime.device.recurrent import RecurrentStates
-from dflash_runtime.device.results import PendingForward
-from dflash_runtime.device.state import DeviceState, Uploader, row_of, rows_of
-from dflash_runtime.device.texts import Texts
+from dflash_runtime.device.setup.loading import LoadedPair
+from dflash_runtime.device.storage.kv import KVCache
+from dflash_runtime.device.storage.kv_pages import PagePorter
+from dflash_runtime.device.storage.recurrent import RecurrentStates
+from dflash_runtime.device.storage.results import PendingForward
+from dflash_runtime.device.storage.state import DeviceState, Uploader, row_of, rows_of
+from dflash_runtime.device.storage.texts import Texts
 from dflash_runtime.device.verifier import Verifier
 from dflash_runtime.kv_transfer.handoff import DRAFT_PAGES, TARGET_PAGES, Handoff
 from dflash_runtime.models.hosting.cache_state import TextState

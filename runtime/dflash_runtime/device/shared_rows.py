@@ -18,7 +18,7 @@ from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.kv.rope_store import KVPlace
 from dflash_kernels.logits.sampling import Distribution
 from dflash_kernels.recurrent.delta_rule import Gates
-from dflash_runtime.device.kv import PagedAttention
+from dflash_runtime.device.storage.kv import PagedAttention
 
 UNVERIFIED = -2
 """Stands for a draft token of a row that was not given, in results."""

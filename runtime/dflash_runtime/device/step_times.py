@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import torch
 
 import dflash_kernels.suite
-from dflash_runtime.checkpoint.digests import digest_value, hash_files
-from dflash_runtime.checkpoint.strict_json import loads, read_bytes
-from dflash_runtime.device.decode_graphs import StepMode, bucket_of
-from dflash_runtime.device.kv import KVCache, bytes_per_token
+from dflash_runtime.checkpoint.stored.digests import digest_value, hash_files
+from dflash_runtime.checkpoint.stored.strict_json import loads, read_bytes
+from dflash_runtime.device.graphs.decode_graphs import StepMode, bucket_of
 from dflash_runtime.device.runner import Runner
+from dflash_runtime.device.storage.kv import KVCache, bytes_per_token
 from dflash_runtime.documents import Limits, from_json, to_json
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import CheckpointError

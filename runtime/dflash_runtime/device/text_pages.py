@@ -17,8 +17,8 @@ from dflash_kernels.drafts.draft_tree import ranks_of_text
 from dflash_kernels.kv.kv_format import KVScales
 from dflash_kernels.launch_config import MAX_GRID
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.device.kv import KVCache, PagedAttention
-from dflash_runtime.device.recurrent import recall_alone
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
+from dflash_runtime.device.storage.recurrent import recall_alone
 from dflash_runtime.device.trees import TreeShape
 from dflash_runtime.drafts.draft import Draft, WalkingDraft, draft_places, to_target
 from dflash_runtime.models.placement import Placement, as_current

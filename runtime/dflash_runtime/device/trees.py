@@ -16,7 +16,7 @@ from dflash_kernels.drafts.draft_tree import Tree
 from dflash_kernels.drafts.tree_path import PathRecords
 from dflash_kernels.steps.step_rows import RowState, StepRows
 from dflash_kernels.suite import Kernels
-from dflash_runtime.device.recurrent import RecurrentStates
+from dflash_runtime.device.storage.recurrent import RecurrentStates
 from dflash_runtime.drafts.draft import Draft, SelectingDraft, to_target
 from dflash_runtime.models.layers import Attend
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from dflash_kernels.logits.sampling import Chosen
 from dflash_runtime.device.acceptance_model import OnlineAcceptance
 from dflash_runtime.device.blocks import Blocks, Proposal, Sampling
-from dflash_runtime.device.kv import KVCache, PagedAttention
-from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.recurrent import BlockRecall, RecurrentStates
-from dflash_runtime.device.results import with_confidences
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.device.shared_rows import GivenRows, SharedAttention
-from dflash_runtime.device.state import DeviceState
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
+from dflash_runtime.device.storage.recurrent import BlockRecall, RecurrentStates
+from dflash_runtime.device.storage.results import with_confidences
+from dflash_runtime.device.storage.state import DeviceState
 from dflash_runtime.drafts.draft import draft_places
 
 

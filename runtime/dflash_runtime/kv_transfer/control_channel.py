@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from dflash_runtime.checkpoint.strict_json import MAX_JSON_BYTES, loads
+from dflash_runtime.checkpoint.stored.strict_json import MAX_JSON_BYTES, loads
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import PeerUnreachable, UsageError
 from dflash_runtime.kv_transfer.messages import Bye, Greeting, Message, Proof, message_to_json

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dflash_runtime.checkpoint.strict_json import read_bytes, regular_size
+from dflash_runtime.checkpoint.stored.strict_json import read_bytes, regular_size
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import CheckpointError, InvalidHandoff, PeerUnreachable, UsageError, naming_file
 from dflash_runtime.kv_transfer.connector import CONNECTORS, Connector, OpenOptions, mark_written

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_runtime.checkpoint.digests import digest_value
+from dflash_runtime.checkpoint.stored.digests import digest_value
 from dflash_runtime.errors import MISSING
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import shorten

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from dflash_runtime.checkpoint.digests import digest_value
-from dflash_runtime.checkpoint.safetensors_header import DTYPE_BYTES
+from dflash_runtime.checkpoint.stored.digests import digest_value
+from dflash_runtime.checkpoint.stored.safetensors_header import DTYPE_BYTES
 from dflash_runtime.documents import HIDDEN, INLINE, OPTIONAL, Limits, from_json, to_json
 from dflash_runtime.errors import HandoffMismatch, InvalidConfig, InvalidHandoff
 from dflash_runtime.json_values import as_object

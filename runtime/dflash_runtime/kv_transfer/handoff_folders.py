@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from dflash_runtime.checkpoint.strict_json import read_json
+from dflash_runtime.checkpoint.stored.strict_json import read_json
 from dflash_runtime.errors import CheckpointError, InvalidHandoff, UsageError
 from dflash_runtime.kv_transfer.transfer_outputs import reason_of
 

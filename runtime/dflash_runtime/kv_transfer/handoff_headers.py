@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash_runtime.checkpoint.safetensors_header import read_header
+from dflash_runtime.checkpoint.stored.safetensors_header import read_header
 from dflash_runtime.errors import MISSING, CheckpointError, InvalidHandoff, naming_file
 from dflash_runtime.kv_transfer.handoff import HandoffHeader, TensorSpec
 from dflash_runtime.kv_transfer.handoff_folders import HEADER, TENSORS, header_document

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.kv_transfer.handoff import TensorSpec

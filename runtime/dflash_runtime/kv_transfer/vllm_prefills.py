@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dflash_runtime.checkpoint.strict_json import regular_size
+from dflash_runtime.checkpoint.stored.strict_json import regular_size
 from dflash_runtime.errors import (
     CheckpointError,
     HandoffMismatch,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dflash_kernels.norms.sandwich_norm import Beside
 from dflash_kernels.suite import Kernels
-from dflash_runtime.checkpoint.layer_kinds import FULL, SLIDING
+from dflash_runtime.checkpoint.targets.layer_kinds import FULL, SLIDING
 from dflash_runtime.models.experts import Experts
 from dflash_runtime.models.gemma4_shapes import EXPERT_NORMS, NORMS, has_equal_kv
 from dflash_runtime.models.layers import GATES, MLP, Attend, Attention, DecoderStack, Linear, RMSNorm, read_mlp

@@ -10,7 +10,7 @@ import math
 import re
 
 from dflash_kernels.kv.kv_format import KVScales
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.errors import MISSING, CheckpointError, UnsupportedError
 
 NAMES = re.compile(

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.scaled_weights import malformed, scales_of
+from dflash_runtime.checkpoint.quantised.scaled_weights import malformed, scales_of
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 
 NO_NUMBER = 255
 """The exponent that stands for NaN in scales that are powers of two (e8m0)."""

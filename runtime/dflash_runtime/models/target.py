@@ -12,12 +12,12 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
-from dflash_runtime.checkpoint.element_types import wrong_dtypes
-from dflash_runtime.checkpoint.fp8_format import scale_tensors
-from dflash_runtime.checkpoint.hf_config import refuse_other_layers
 from dflash_runtime.checkpoint.layout import Shapes, compare_tensors, unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.runs_here import FAMILIES, family_files, refuse_quantised, without_native_family
+from dflash_runtime.checkpoint.quantised.fp8_format import scale_tensors
+from dflash_runtime.checkpoint.stored.element_types import wrong_dtypes
+from dflash_runtime.checkpoint.targets.hf_config import refuse_other_layers
+from dflash_runtime.checkpoint.targets.runs_here import FAMILIES, family_files, refuse_quantised, without_native_family
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
 from dflash_runtime.models.expert_shapes import with_fused_experts
 from dflash_runtime.registry import Registry

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from dflash_runtime.checkpoint.fp8_format import read_fp8_format
-from dflash_runtime.checkpoint.hosted_config import open_decoder, read_hosted_config, read_own_cache_config
 from dflash_runtime.checkpoint.layout import HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.runs_here import TargetRuntime, how_it_runs
-from dflash_runtime.checkpoint.target_quantization import read_quantization
+from dflash_runtime.checkpoint.quantised.fp8_format import read_fp8_format
+from dflash_runtime.checkpoint.quantised.target_quantization import read_quantization
+from dflash_runtime.checkpoint.targets.hosted_config import open_decoder, read_hosted_config, read_own_cache_config
+from dflash_runtime.checkpoint.targets.runs_here import TargetRuntime, how_it_runs
 from dflash_runtime.errors import InvalidConfig, UnsupportedError, naming_file
 from dflash_runtime.models.expert_shapes import with_fused_experts
 from dflash_runtime.models.hosting.hosted import load_hosted

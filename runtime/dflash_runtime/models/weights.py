@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.fp8.fp8_weight import SCALES, WEIGHT, Fp8Weight, join_rows
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.fp8_format import Fp8Format, Fp8Names, fp8_matrices, read_fp8_format
 from dflash_runtime.checkpoint.layout import FUSED
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
-from dflash_runtime.checkpoint.scaled_weights import E4M3
+from dflash_runtime.checkpoint.quantised.fp8_format import Fp8Format, Fp8Names, fp8_matrices, read_fp8_format
+from dflash_runtime.checkpoint.quantised.scaled_weights import E4M3
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.models.expert_stacks import stack_experts
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.scale_values import check_exponents, read_scales

@@ -10,8 +10,8 @@ import pytest
 
 from dflash_cli.checkpoints.checkpoint_identity import Identity, identify, may_name_one_target, published_name
 from dflash_cli.checkpoints.references import TINY_TARGET_NAME, tiny_directory
-from dflash_runtime.checkpoint import digests
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored import digests
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.documents import to_json
 from dflash_testing import checkpoints as support
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from dflash_runtime.checkpoint.digests import digest_value
+from dflash_runtime.checkpoint.stored.digests import digest_value
 from dflash_runtime.errors import DFlashError, PeerUnreachable, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.deadline import deadline

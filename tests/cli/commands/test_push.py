@@ -13,7 +13,7 @@ import pytest
 import dflash_cli
 from dflash_cli.checkpoints.checkpoint_identity import identify
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.errors import DFlashError
 from dflash_testing import checkpoints as support
 from dflash_testing import gguf_files

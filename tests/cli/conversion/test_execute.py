@@ -19,7 +19,7 @@ from dflash_cli.conversion.plan import plan_conversion
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_cli.conversion.verify import differing_fields
 from dflash_cli.formats.dialect import writable_formats
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.errors import LossyConversion, PairMismatch, TensorMismatch, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing.refusals import refuses
@@ -389,7 +389,7 @@ def test_the_bundled_pair_converts_and_validates(tmp_path: Path) -> None:
 
 def test_an_interrupted_conversion_does_not_read_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads that hash end with the block that they read."""
-    from dflash_runtime.checkpoint import digests
+    from dflash_runtime.checkpoint.stored import digests
 
     monkeypatch.setattr(digests, "HASH_BYTES", 64)
     source = support.make_native(tmp_path / "source")

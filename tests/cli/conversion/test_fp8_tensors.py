@@ -14,8 +14,8 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.rounded_pairs import rounded
 from dflash_cli.tuning.what_if import parse_what_ifs
 from dflash_kernels.fp8.fp8_weight import FP8, Fp8Weight, to_fp8
-from dflash_runtime.checkpoint.fp8_format import read_fp8_format
-from dflash_runtime.device.loading import load_pair
+from dflash_runtime.checkpoint.quantised.fp8_format import read_fp8_format
+from dflash_runtime.device.setup.loading import load_pair
 from dflash_runtime.drafts.draft import load_draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError

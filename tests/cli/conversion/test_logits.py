@@ -15,7 +15,7 @@ from dflash_cli.conversion.logits import DraftBlock, verify_logits
 from dflash_cli.conversion.plan import plan_conversion
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
 from dflash_runtime.errors import GateFailed
 from dflash_runtime.models.target import Target
 from dflash_runtime.models.target_loading import load_target

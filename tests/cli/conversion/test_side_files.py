@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.errors import MISSING, CheckpointError, DFlashError, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing.refusals import refuses

@@ -132,7 +132,7 @@ def test_a_made_tensor_that_differs_is_caught(tmp_path: Path, monkeypatch: pytes
     from dflash_cli.conversion.execute import convert_draft
     from dflash_cli.conversion.plan import plan_conversion
     from dflash_cli.conversion.spec import ConversionSpec
-    from dflash_runtime.checkpoint.safetensors_header import read_header
+    from dflash_runtime.checkpoint.stored.safetensors_header import read_header
     from dflash_runtime.errors import GateFailed
 
     copy = safetensors_writer.write_tensors

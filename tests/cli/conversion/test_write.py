@@ -18,8 +18,8 @@ from dflash_cli.conversion import execute, staging
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import ConversionPlan, plan_conversion
 from dflash_cli.conversion.spec import ConversionSpec
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.safetensors_header import read_header
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.safetensors_header import read_header
 from dflash_runtime.errors import CapacityError, GateFailed, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing.refusals import refuses

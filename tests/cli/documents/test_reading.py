@@ -15,7 +15,7 @@ from dflash_cli.documents.reading import bounded_lines, read_input, read_text
 from dflash_cli.generation.datasets.table_files import read_records
 from dflash_cli.handoff.two_servers.launch import read_launch
 from dflash_cli.handoff.two_servers.server_readers import ENGINE_SERVERS
-from dflash_runtime.checkpoint.strict_json import MAX_DEPTH, loads
+from dflash_runtime.checkpoint.stored.strict_json import MAX_DEPTH, loads
 from dflash_runtime.errors import CheckpointNotFound, DFlashError, RequestError, UsageError
 from dflash_testing.deadline import deadline
 from dflash_testing.refusals import refuses

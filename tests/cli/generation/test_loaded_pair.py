@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_cli.generation.loaded_pair import PairSession, open_session
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.graphs import with_stand_ins

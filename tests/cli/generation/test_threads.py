@@ -8,7 +8,7 @@ import torch
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.generation import threads
 from dflash_cli.generation.threads import SMALL_PARAMETERS, choose_threads, count_parameters, usable_cores, use_threads
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from dflash_cli.tuning import tuner
 from dflash_cli.tuning.rounded_pairs import changes_nothing, rounded
 from dflash_cli.tuning.roundings import to_fp8
 from dflash_cli.tuning.what_if import FORMATS, WhatIf, parse_what_ifs
-from dflash_runtime.device.loading import LoadedPair
+from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.llm import LLM

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from dflash_runtime.checkpoint.digests import digest_value
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.digests import digest_value
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.kv_transfer.connector_locations import open_connector
 from dflash_runtime.kv_transfer.handoff import TensorSpec
 from dflash_runtime.kv_transfer.handoff_folders import HEADER, TENSORS

@@ -11,10 +11,10 @@ from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.checkpoints.remote_headers import Traffic, parse_listing
 from dflash_cli.checkpoints.torch_zip import read_torch_zip
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.forked_calls import CallFailed, ForkedCalls
-from dflash_runtime.checkpoint.safetensors_header import parse_header
-from dflash_runtime.checkpoint.strict_json import loads, parse_json
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.forked_calls import CallFailed, ForkedCalls
+from dflash_runtime.checkpoint.stored.safetensors_header import parse_header
+from dflash_runtime.checkpoint.stored.strict_json import loads, parse_json
 from dflash_testing import checkpoints as support
 from dflash_testing import gguf_files
 from dflash_testing.reader_fuzzing import Reader, as_json, file_reader

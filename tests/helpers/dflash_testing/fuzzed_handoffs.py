@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from dflash_cli.handoff.handoff_folder import read_waiting
-from dflash_runtime.checkpoint.digests import digest_value
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.digests import digest_value
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.documents import to_json
 from dflash_runtime.json_values import as_object
 from dflash_runtime.kv_transfer import control_channel

@@ -13,10 +13,10 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.conversion.destination import check_destination
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
-from dflash_runtime.checkpoint import weight_digests
-from dflash_runtime.checkpoint.runs_here import how_it_runs
-from dflash_runtime.checkpoint.tokenizer import find_stop_ids, find_tokenizer
-from dflash_runtime.device.spreading import resolve_spread
+from dflash_runtime.checkpoint.stored import weight_digests
+from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
+from dflash_runtime.checkpoint.text.tokenizer import find_stop_ids, find_tokenizer
+from dflash_runtime.device.setup.spreading import resolve_spread
 from dflash_testing import checkpoints as support
 from dflash_testing import families
 from dflash_testing.kinds import CASES

@@ -25,7 +25,7 @@ from dflash_cli.handoff.two_servers.launch import read_launch
 from dflash_cli.handoff.two_servers.server_readers import ENGINE_SERVERS
 from dflash_cli.publishing.card_insertion import insert_card
 from dflash_cli.publishing.model_card import ModelCard
-from dflash_runtime.checkpoint.digests import hash_file
+from dflash_runtime.checkpoint.stored.digests import hash_file
 from dflash_runtime.documents import copy_fields, to_json
 from dflash_runtime.scheduling.request import FinishReason
 from dflash_runtime.scheduling.request_output import RequestOutput

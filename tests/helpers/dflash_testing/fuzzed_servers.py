@@ -11,7 +11,7 @@ from typing import Any
 from dflash_cli.probing.counters.metrics_text import read_metrics
 from dflash_cli.probing.servers.http_client import HttpClient
 from dflash_cli.probing.servers.inference_server import SERVERS, Asked, Variant, server_engines
-from dflash_runtime.checkpoint.strict_json import loads
+from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import DFlashError
 from dflash_testing.fake_engines import FakeEngine, make_text

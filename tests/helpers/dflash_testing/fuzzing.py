@@ -117,7 +117,7 @@ def run_command(draft: Path, target: Path) -> tuple[object, ...]:
 
 def make_hybrid(path: Path) -> Path:
     """A target with recurrent layers that the drafts of `support.SMALL` fit."""
-    from dflash_runtime.checkpoint.hybrid_config import read_hybrid_config
+    from dflash_runtime.checkpoint.targets.hybrid_config import read_hybrid_config
     from dflash_runtime.models.families.qwen3_5 import Qwen35Target
 
     layers = ["linear_attention", "full_attention"] * (support.SMALL.target_layers // 2)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from dflash_runtime.checkpoint.tokenizer import Tokenizer
+from dflash_runtime.checkpoint.text.tokenizer import Tokenizer
 from dflash_runtime.drafts.token_masks import Matcher, ParserTokenizer
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.grammar import Grammar

@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dflash_runtime.device.cache_graphs import Outputs, Record
-from dflash_runtime.device.decode_graphs import DecodeGraphs, StepMode
+from dflash_runtime.device.graphs.cache_graphs import Outputs, Record
+from dflash_runtime.device.graphs.decode_graphs import DecodeGraphs, StepMode
 from dflash_runtime.llm import LLM
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.formats.detection import detect
-from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.pair import TargetSource, check_pair
-from dflash_runtime.checkpoint.runs_here import how_it_runs
-from dflash_runtime.checkpoint.target_facts import decoder_config
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
+from dflash_runtime.checkpoint.targets.target_facts import decoder_config
 from dflash_runtime.errors import DFlashError
 from dflash_testing.checkpoints import Json
 from dflash_testing.published_pairs import PublishedPair, write_headers

@@ -22,9 +22,9 @@ from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
 from dflash_runtime.checkpoint.pair import DraftSource
 from dflash_runtime.config_parts import RopeConfig
-from dflash_runtime.device.loading import LoadedPair
-from dflash_runtime.device.recurrent import recall_alone
-from dflash_runtime.device.settings import resolve_kernels, resolve_kv_dtype, rows_of_a_step
+from dflash_runtime.device.setup.loading import LoadedPair
+from dflash_runtime.device.setup.settings import resolve_kernels, resolve_kv_dtype, rows_of_a_step
+from dflash_runtime.device.storage.recurrent import recall_alone
 from dflash_runtime.draft_config import ConvolutionConfig, DraftConfig, MarkovConfig, SelectorConfig
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import Draft, build_draft, load_draft

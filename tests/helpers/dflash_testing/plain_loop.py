@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.device.kv import KVCache, PagedAttention
-from dflash_runtime.device.recurrent import recall_alone
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
+from dflash_runtime.device.storage.recurrent import recall_alone
 from dflash_runtime.drafts.draft import Draft, WalkingDraft
 from dflash_runtime.models.layers import Attend, Linear
 from dflash_runtime.models.target import Target

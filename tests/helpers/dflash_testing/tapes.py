@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dflash_runtime.device.piecewise_graphs import PiecewiseGraphs
+from dflash_runtime.device.graphs.piecewise_graphs import PiecewiseGraphs
 from dflash_runtime.llm import LLM
 
 

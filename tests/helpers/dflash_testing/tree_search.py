@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.models.target import Target
 from dflash_testing.pairs import placement

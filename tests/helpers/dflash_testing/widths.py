@@ -3,7 +3,7 @@
 import random
 from collections.abc import Collection, Sequence
 
-from dflash_runtime.device.results import PendingForward
+from dflash_runtime.device.storage.results import PendingForward
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.batch import Batch
 

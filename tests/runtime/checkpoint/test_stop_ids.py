@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.checkpoint.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
+from dflash_runtime.checkpoint.text.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_tokenizer
 

@@ -9,8 +9,8 @@ from dflash_kernels.attention.ragged_attention import Segment, plan_ragged
 from dflash_kernels.launch_config import ragged_shape
 from dflash_kernels.suite import KernelChoice, Kernels, pick_kernels
 from dflash_runtime.device.joined_attention import JoinedAttention
-from dflash_runtime.device.kv import KVCache, PagedAttention
 from dflash_runtime.device.prefill import RaggedAttention
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
 from dflash_testing.pairs import placement, random_target
 from dflash_testing.tensors import normal
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dflash_runtime.device import step_times
-from dflash_runtime.device.decode_graphs import StepMode
+from dflash_runtime.device.graphs.decode_graphs import StepMode
 from dflash_runtime.device.runner import Runner
 from dflash_runtime.device.step_times import find_step_times, measured_batches
 from dflash_testing.pairs import random_draft, random_llm, random_target

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
-from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import CheckpointError

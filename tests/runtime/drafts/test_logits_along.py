@@ -7,7 +7,7 @@ import torch
 
 from dflash_kernels.suite import REFERENCE
 from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, owned_shapes
-from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
 from dflash_runtime.draft_config import MarkovConfig
 from dflash_runtime.drafts.draft import WalkingDraft, build_draft
 from dflash_runtime.models.weights import stack_projections

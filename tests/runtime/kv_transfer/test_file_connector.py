@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from dflash_runtime.checkpoint.digests import digest_value
+from dflash_runtime.checkpoint.stored.digests import digest_value
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import (
     MISSING,

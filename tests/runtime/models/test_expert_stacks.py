@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.checkpoint.files import Checkpoint
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.errors import InvalidConfig, TensorMismatch, UnsupportedError
 from dflash_runtime.models.expert_shapes import with_fused_experts

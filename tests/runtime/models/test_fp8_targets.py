@@ -13,8 +13,8 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.fp8.fp8_config import fp8_product_shape
 from dflash_kernels.fp8.fp8_weight import FP8 as E4M3
 from dflash_kernels.suite import triton_kernels
-from dflash_runtime.checkpoint.runs_here import how_it_runs
-from dflash_runtime.device.loading import load_pair
+from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
+from dflash_runtime.device.setup.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, DFlashError, InvalidConfig, UnsupportedError

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.split_ends import SplitEmbedding
 from dflash_runtime.models.target import target_families

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dflash_runtime.device.kv import KVCache, PagedAttention
+from dflash_runtime.device.storage.kv import KVCache, PagedAttention
 from dflash_runtime.models.families.qwen3 import Qwen3Target
 from dflash_runtime.models.layers import MLP
 from dflash_testing.pairs import placement, random_target

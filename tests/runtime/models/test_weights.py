@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash_kernels.suite import REFERENCE
-from dflash_runtime.checkpoint.files import Checkpoint
 from dflash_runtime.checkpoint.layout import owned_shapes
+from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.weights import load_weights, stack_projections
 from dflash_testing.pairs import bundled_draft, placement, random_draft_config, random_target, random_weights

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_runtime.device.settings import resolve_limits
+from dflash_runtime.device.setup.settings import resolve_limits
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CapacityError, RequestError, UsageError
 from dflash_runtime.llm import LLM

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dflash_runtime.checkpoint.gemma4_config import read_gemma4_config
 from dflash_runtime.checkpoint.layout import Shape
+from dflash_runtime.checkpoint.targets.gemma4_config import read_gemma4_config
 from dflash_runtime.models import gemma4_shapes
 from dflash_runtime.models.decoder_target import PREFIX, DecoderTarget, dense_shapes
 from dflash_runtime.models.target import TARGETS

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_kernels.mixtures.mxfp4_block import BLOCK
-from dflash_runtime.checkpoint.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.layout import SINKS, Shape
+from dflash_runtime.checkpoint.targets.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.models.decoder_target import DecoderTarget
 from dflash_runtime.models.target import TARGETS
 from dflash_runtime.target_config import TargetConfig

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dflash_runtime.checkpoint.hybrid_config import read_hybrid_config
 from dflash_runtime.checkpoint.layout import Shape
+from dflash_runtime.checkpoint.targets.hybrid_config import read_hybrid_config
 from dflash_runtime.models.decoder_target import PREFIX, DecoderTarget
 from dflash_runtime.models.delta_shapes import delta_shapes
 from dflash_runtime.models.target import TARGETS

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from dflash_kernels.attention.softmax import PLAIN, Softmax
-from dflash_runtime.checkpoint.decoder_values import num_streams
-from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.targets.decoder_values import num_streams
+from dflash_runtime.checkpoint.targets.hf_config import not_run
 from dflash_runtime.errors import CheckpointError, DFlashError
 from dflash_runtime.models.head import NO_ID, ScaledHead
 from dflash_runtime.models.hosting.hosted_attention import (

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.recurrent.delta_rule import Gates
-from dflash_runtime.checkpoint.hf_config import not_run
+from dflash_runtime.checkpoint.targets.hf_config import not_run
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.layers import Attend
 from dflash_runtime.target_config import TargetConfig

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.hf_config import not_run
-from dflash_runtime.checkpoint.hosted_config import in_one_line
 from dflash_runtime.checkpoint.layout import unapplied_tensors
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.scaled_weights import is_of_activations
-from dflash_runtime.checkpoint.stated_quantization import CONFIG_KEY
-from dflash_runtime.checkpoint.target_quantization import Quantization, read_quantization
+from dflash_runtime.checkpoint.quantised.scaled_weights import is_of_activations
+from dflash_runtime.checkpoint.quantised.stated_quantization import CONFIG_KEY
+from dflash_runtime.checkpoint.quantised.target_quantization import Quantization, read_quantization
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.targets.hf_config import not_run
+from dflash_runtime.checkpoint.targets.hosted_config import in_one_line
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UsageError
 from dflash_runtime.models.hosting.hosted_quantization import (
     compare_weights,

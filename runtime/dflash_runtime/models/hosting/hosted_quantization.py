@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_runtime.checkpoint.files import Checkpoint
-from dflash_runtime.checkpoint.safetensors_header import TensorInfo
-from dflash_runtime.checkpoint.scaled_weights import is_scale
-from dflash_runtime.checkpoint.stated_quantization import stated_quantization
-from dflash_runtime.checkpoint.target_quantization import (
+from dflash_runtime.checkpoint.quantised.scaled_weights import is_scale
+from dflash_runtime.checkpoint.quantised.stated_quantization import stated_quantization
+from dflash_runtime.checkpoint.quantised.target_quantization import (
     Quantization,
     has_cut_blocks,
     scaled_weights,
     stated_block,
 )
+from dflash_runtime.checkpoint.stored.files import Checkpoint
+from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.models.weights import loaded_bytes
 

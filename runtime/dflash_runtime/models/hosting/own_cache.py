@@ -89,7 +89,7 @@ NeedsNext = Callable[[Tensor, int], bool]
 
 
 class Replays(Protocol):
-    """Forwards after a cache that were captured; see `device/cache_graphs.py`."""
+    """Forwards after a cache that were captured; see `device/graphs/cache_graphs.py`."""
 
     def run(
         self,

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dflash_runtime.checkpoint.hf_config import not_run
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.targets.hf_config import not_run
 from dflash_runtime.models.hosting.cache_rows import find_layout
 from dflash_runtime.models.hosting.cache_state import leaves, name_of
 from dflash_runtime.models.hosting.host_reads import find_host_read

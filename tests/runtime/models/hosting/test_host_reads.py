@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.device.loading import hosted_warnings, load_pair
+from dflash_runtime.device.setup.loading import hosted_warnings, load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.models.hosting import hosted_capture
 from dflash_runtime.models.hosting.host_reads import find_host_read

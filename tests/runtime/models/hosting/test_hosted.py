@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_runtime.checkpoint import hosted_config, runs_here
-from dflash_runtime.checkpoint.hosted_refusals import NUM_STREAMS
-from dflash_runtime.device.early_refusals import refuse_early
-from dflash_runtime.device.loading import load_pair
+from dflash_runtime.checkpoint.targets import hosted_config, runs_here
+from dflash_runtime.checkpoint.targets.hosted_refusals import NUM_STREAMS
+from dflash_runtime.device.setup.early_refusals import refuse_early
+from dflash_runtime.device.setup.loading import load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.models.head import ScaledHead

@@ -12,8 +12,8 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.checkpoint import target_quantization
-from dflash_runtime.device.loading import load_pair
+from dflash_runtime.checkpoint.quantised import target_quantization
+from dflash_runtime.device.setup.loading import load_pair
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError, InvalidConfig, TensorMismatch, UnsupportedError

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.suite import REFERENCE, triton_kernels
-from dflash_runtime.device.loading import load_pair
+from dflash_runtime.device.setup.loading import load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.models import agreement
 from dflash_runtime.models.agreement import agree, error_of, tolerance_of

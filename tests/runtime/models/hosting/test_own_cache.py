@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.terminal import documentation
-from dflash_runtime.checkpoint import runs_here
-from dflash_runtime.device.loading import hosted_warnings, load_pair
+from dflash_runtime.checkpoint.targets import runs_here
+from dflash_runtime.device.setup.loading import hosted_warnings, load_pair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import TensorMismatch, UnsupportedError
 from dflash_runtime.models.hosting import own_cache, own_cache_trial

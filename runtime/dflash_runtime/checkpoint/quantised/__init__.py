@@ -1,0 +1,1 @@
+"""Weights of eight and four bits: their forms and scales."""

@@ -1,0 +1,1 @@
+"""Files of checkpoints: headers, JSON, tensors and digests."""

@@ -1,0 +1,1 @@
+"""Configs of targets, and whether a target runs here."""

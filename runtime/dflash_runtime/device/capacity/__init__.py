@@ -1,0 +1,1 @@
+"""How much memory there is, and what it is used for."""

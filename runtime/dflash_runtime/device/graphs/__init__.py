@@ -1,0 +1,1 @@
+"""Forwards and steps as CUDA graphs."""

@@ -1,0 +1,1 @@
+"""What requests hold on the device: rows of state, KV pages, recurrent states, and results."""
