@@ -23,7 +23,7 @@ import tune_times
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.tuning.candidates import candidates_for
 from dflash_cli.tuning.step_costs import read_step_costs
-from dflash_kernels.launch_config import AttentionShape, BalancedShape
+from dflash_kernels.attention.attention_config import AttentionShape, BalancedShape
 from dflash_kernels.suite import triton_kernels
 from dflash_testing.benchmarks import SMALL, run
 from timing.floors import Rates

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.attention import block_attention
+from dflash_kernels.attention.attention_config import AttentionShape, BalancedShape
 from dflash_kernels.launch import ceil_div
-from dflash_kernels.launch_config import AttentionShape, BalancedShape, num_multiprocessors
+from dflash_kernels.launch_config import num_multiprocessors
 from dflash_kernels.suite import REFERENCE, Kernels, pick_kernels
 from dflash_runtime.device.setup.settings import resolve_kv_dtype
 from timing.arguments import open_device, run_dtype

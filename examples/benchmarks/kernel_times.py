@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.attention import tree_attention
+from dflash_kernels.attention.attention_config import attention_shape
 from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.drafts.candidate_walk import Codebooks
 from dflash_kernels.kv.rope_store import KVPlace
-from dflash_kernels.launch_config import VocabShape, attention_shape
+from dflash_kernels.launch_config import VocabShape
 from dflash_kernels.logits import logit_tiles
 from dflash_kernels.products.activation import silu_mul, silu_mul_ref
 from dflash_kernels.suite import REFERENCE, triton_kernels

@@ -1,4 +1,4 @@
-"""Compare tile shapes of prefill attention in bf16 at the shapes of Qwen3-8B: `RAGGED_SHAPES` in `launch_config.py`.
+"""Compare tile shapes of prefill attention in bf16 at the shapes of Qwen3-8B: `RAGGED_SHAPES` in `ragged_config.py`.
 
     python3 examples/benchmarks/ragged_shapes.py [--out shapes.jsonl]
     python3 examples/benchmarks/ragged_shapes.py --heads 16,4,256 --only 2,048    # heads of Qwen3.5-4B
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.attention.ragged_attention import Segment, plan_ragged
-from dflash_kernels.launch_config import RaggedShape, ragged_shape
+from dflash_kernels.attention.ragged_config import RaggedShape, ragged_shape
 from dflash_kernels.suite import REFERENCE, triton_kernels
 from timing.ceilings import median_us
 

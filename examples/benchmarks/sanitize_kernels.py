@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.attention.ragged_attention import Segment, plan_ragged
+from dflash_kernels.attention.ragged_config import ragged_shape
 from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.kv.rope_store import KVPlace
 from dflash_kernels.kv.slot_mapping import slot_mapping_ref
-from dflash_kernels.launch_config import ragged_shape
 from dflash_kernels.suite import Kernels, triton_kernels
 
 REQUESTS, ROWS, HEADS, KV, HEAD_DIM, LAYERS, VOCAB, PAGE = 3, 7, 6, 2, 24, 3, 9001, 16

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 
-from dflash_kernels.launch_config import LONG_CONTEXT
+from dflash_kernels.attention.ragged_config import LONG_CONTEXT
 from dflash_kernels.products.product_config import GATED_ROWS, many_rows_shape
 from dflash_runtime.device.capacity.memory import log_use
 from dflash_runtime.device.graphs.decode_graphs import StepMode, kinds_of

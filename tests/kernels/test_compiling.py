@@ -19,7 +19,7 @@ from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.products.activation import Gate, silu_mul
 from dflash_kernels.drafts.draft_tree import TreeRows
 from dflash_kernels.fp8.fp8_weight import FP8, Fp8Weight
-from dflash_kernels.launch_config import LONG_CONTEXT, few_rows_shape, ragged_shape
+from dflash_kernels.attention.ragged_config import LONG_CONTEXT, few_rows_shape, ragged_shape
 from dflash_kernels.attention.ragged_attention import Segment, plan_ragged
 from dflash_kernels.mixtures.mxfp4 import Packed
 from dflash_kernels.norms.pushed_sum import Rooms

@@ -13,7 +13,7 @@ from dflash_kernels.drafts.tree_path import PathRecords
 from dflash_kernels.fp8.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.kv.rope_store import KVPlace
 from dflash_kernels.kv.slot_mapping import PAD
-from dflash_kernels.launch_config import JOINT_ROWS, MAX_EXPERT_ROWS
+from dflash_kernels.mixtures.mixture_config import JOINT_ROWS, MAX_EXPERT_ROWS
 from dflash_kernels.mixtures.mxfp4 import Packed, arrange_numbers, arrange_scales
 from dflash_kernels.norms.sandwich_norm import Beside
 from dflash_kernels.products.activation import GELU, Gate

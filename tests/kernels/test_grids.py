@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.kv.rope_store import KVPlace
-from dflash_kernels.launch_config import MAX_EXPERT_ROWS, MAX_GRID
+from dflash_kernels.launch_config import MAX_GRID
+from dflash_kernels.mixtures.mixture_config import MAX_EXPERT_ROWS
 from dflash_kernels.steps.step_rows import Bounds, RowState
 from dflash_kernels.suite import triton_kernels
 from dflash_runtime.device.setup.settings import resolve_limits

@@ -7,14 +7,9 @@ import pytest
 import torch
 
 from dflash_kernels import launch_config
-from dflash_kernels.launch_config import (
-    LONG_CONTEXT,
-    LONG_SHAPES,
-    attention_shape,
-    balanced_shape,
-    few_rows_shape,
-    ragged_shape,
-)
+from dflash_kernels.attention import attention_config, ragged_config
+from dflash_kernels.attention.attention_config import attention_shape, balanced_shape
+from dflash_kernels.attention.ragged_config import LONG_CONTEXT, LONG_SHAPES, few_rows_shape, ragged_shape
 from dflash_kernels.products.product_config import product_shape
 
 pytestmark = pytest.mark.reference
@@ -62,7 +57,7 @@ def test_programs_take_whole_requests_if_they_fill_the_device(
     num_requests: int, num_packed: int, num_whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """8 KV heads on 132 multiprocessors: room for 33 programs per head, or 49 light programs."""
-    monkeypatch.setattr(launch_config, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention_config, "num_multiprocessors", lambda device: 132)
     shape = balanced_shape(num_requests, 8, num_packed, 128, 2, DEVICE)
     assert shape is not None
     assert shape.num_whole == num_whole
@@ -71,7 +66,7 @@ def test_programs_take_whole_requests_if_they_fill_the_device(
 @pytest.mark.parametrize(("has_tile_loads", "rows"), [(True, 64), (False, 32)])
 def test_number_of_rows_per_tile(has_tile_loads: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hopper's tensor cores need 64 rows. Other GPUs use 32. All GPUs use the smallest tile for few packed rows."""
-    monkeypatch.setattr(launch_config, "has_tile_loads", lambda device: has_tile_loads)
+    monkeypatch.setattr(attention_config, "has_tile_loads", lambda device: has_tile_loads)
     assert attention_shape(64, 32, 128, 2, DEVICE).rows == rows
     assert attention_shape(64, 32, 128, 4, DEVICE).rows == 32
     assert attention_shape(64, 4, 128, 2, DEVICE).rows == 16
@@ -86,8 +81,30 @@ def test_long_prompts_over_a_cache_in_fp8_have_fewer_stages(
 
     If only one stage is left, shorter tiles are used.
     """
-    monkeypatch.setattr(launch_config, "shared_memory", lambda device: HOPPER)
+    for module in (launch_config, ragged_config):
+        monkeypatch.setattr(module, "shared_memory", lambda device: HOPPER)
     plain, fp8 = (ragged_shape(head_dim, 2, LONG_CONTEXT, DEVICE, kv_itemsize) for kv_itemsize in (2, 1))
     short = ragged_shape(head_dim, 2, 0, DEVICE, 1)
     assert plain == LONG_SHAPES[head_dim]
     assert fp8 == (short if num_stages is None else replace(plain, num_stages=num_stages))
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "num_packed", "head_dim", "tiles"),
+    [
+        (32, 128, 512, (64, 32, 4, 2, 8)),
+        (4, 128, 512, (64, 32, 16, 2, 8)),
+        (32, 8, 512, (16, 32, 8, 3, 4)),
+        (128, 32, 256, (32, 32, 2, 3, 4)),
+        (4, 64, 256, (64, 32, 16, 3, 4)),
+        (32, 64, 256, (64, 32, 8, 2, 4)),
+    ],
+)
+def test_tiles_of_wide_heads_on_an_h200(
+    num_groups: int, num_packed: int, head_dim: int, tiles: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiles that `docs/measurements/attention.md` names: rows, keys, parts, stages, warps."""
+    monkeypatch.setattr(attention_config, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch_config, "shared_memory", lambda device: HOPPER)
+    shape = attention_shape(num_groups, num_packed, head_dim, 2, DEVICE)
+    assert (shape.rows, shape.keys, shape.num_splits, shape.num_stages, shape.num_warps) == tiles

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.attention import ragged_attention
-from dflash_kernels.launch_config import RaggedShape
+from dflash_kernels.attention.ragged_config import RaggedShape
 from dflash_kernels.products import many_rows
 from dflash_kernels.products.product_config import ManyRowsShape
 from dflash_kernels.steps.row_changes import ReadyRows

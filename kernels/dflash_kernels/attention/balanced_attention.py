@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_kernels.attention.attention_config import LEAST_SHARE, BalancedShape
 from dflash_kernels.attention.attention_walk import (
     mean_of_share,
     rows_of_request,
@@ -23,7 +24,7 @@ from dflash_kernels.attention.attention_walk import (
 )
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch import ceil_div, jit, power_of_2, tl
-from dflash_kernels.launch_config import LEAST_SHARE, MIN_DOT, BalancedShape
+from dflash_kernels.launch_config import MIN_DOT
 
 
 @jit

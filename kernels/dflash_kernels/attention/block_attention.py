@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dflash_kernels.attention.attention_config import attention_shape, balanced_shape
 from dflash_kernels.attention.attention_rows import check_blocks, check_room, flat_blocks, room_for
 from dflash_kernels.attention.attention_walk import (
     context_rows,
@@ -34,7 +35,7 @@ from dflash_kernels.attention.softmax import PLAIN, Softmax, cap_of_products, fa
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv.kv_format import UNSCALED, KVScales, as_readable
 from dflash_kernels.launch import ceil_div, jit, power_of_2, tl
-from dflash_kernels.launch_config import MIN_DOT, attention_shape, balanced_shape
+from dflash_kernels.launch_config import MIN_DOT
 
 
 def block_attention_ref(

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_kernels.attention.attention_config import COMBINE_TILE, FEW_KEYS
 from dflash_kernels.attention.attention_walk import rows_of_tile, tiles_in_sight
 from dflash_kernels.early_launch import let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch import ceil_div, jit, tl
-from dflash_kernels.launch_config import COMBINE_TILE, FEW_KEYS
 
 
 @jit

@@ -19,15 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_kernels.attention.attention_config import COMBINE_TILE, MAX_SPLITS
 from dflash_kernels.attention.attention_rows import check_room, room_for
 from dflash_kernels.attention.attention_walk import begin_softmax, tiles_in_sight, walk_context, walk_rows
 from dflash_kernels.attention.block_attention import block_attention_ref
+from dflash_kernels.attention.ragged_config import RaggedShape
 from dflash_kernels.attention.softmax import PLAIN, Softmax, cap_of_products, check_softmax, factor_of_products
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv.kv_format import UNSCALED, KVScales, as_readable, check_formats
 from dflash_kernels.kv.kv_store import strides_of_caches
 from dflash_kernels.launch import ceil_div, check_tensors, constexpr, jit, power_of_2, require, tl
-from dflash_kernels.launch_config import COMBINE_TILE, MAX_GRID, MAX_SPLITS, MIN_DOT, RaggedShape, num_multiprocessors
+from dflash_kernels.launch_config import MAX_GRID, MIN_DOT, num_multiprocessors
 from dflash_kernels.products.tile_loads import can_describe, describe
 
 TILE_FIELDS = 8

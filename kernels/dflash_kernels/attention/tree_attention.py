@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash_kernels.attention.attention_config import attention_shape
 from dflash_kernels.attention.attention_rows import check_blocks, check_room, flat_blocks, room_for
 from dflash_kernels.attention.attention_walk import (
     begin_softmax,
@@ -31,7 +32,7 @@ from dflash_kernels.drafts.draft_tree import TreeRows, is_ancestor
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.kv.kv_format import UNSCALED, KVScales, as_readable
 from dflash_kernels.launch import ceil_div, check_tensors, jit, power_of_2, require, tl
-from dflash_kernels.launch_config import MIN_DOT, attention_shape
+from dflash_kernels.launch_config import MIN_DOT
 
 
 def tree_attention_ref(

@@ -1,20 +1,12 @@
 """Tiling of products in FP8, and which GPUs have them. `examples/benchmarks/fp8_products.py` compares other tilings."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
 from dflash_kernels.launch import ceil_div, power_of_2
-from dflash_kernels.launch_config import (
-    LEAST_ROWS,
-    MIN_DOT,
-    ExpertsShape,
-    experts_shape,
-    fitting_stages,
-    has_tile_loads,
-    num_multiprocessors,
-)
+from dflash_kernels.launch_config import LEAST_ROWS, MIN_DOT, fitting_stages, has_tile_loads, num_multiprocessors
 from dflash_kernels.products.product_config import MAX_PARTS
 
 TILE_DEPTH = 128
@@ -72,7 +64,7 @@ def fp8_product_shape(
     from shared memory, and two programs share a multiprocessor. A program of a product in parts that has a
     multiprocessor for itself gets more stages.
     """
-    inner, is_light = _tile_depth(block_depth), is_gated and is_rounded and num_rows <= MIN_DOT
+    inner, is_light = tile_depth(block_depth), is_gated and is_rounded and num_rows <= MIN_DOT
     # A gated tile of 128 rows would need more registers than there are.
     rows = min(max(power_of_2(num_rows), MIN_DOT if is_light else LEAST_ROWS), 64 if is_gated else 128)
     if num_rows > 2 * MIN_DOT or is_light:
@@ -99,15 +91,6 @@ def _num_parts(num_tiles: int, depth: int, inner: int, device: torch.device) -> 
     return num_parts
 
 
-def fp8_experts_shape(
-    num_rows: int, num_chosen: int, num_experts: int, block: tuple[int, int], itemsize: int, device: torch.device
-) -> ExpertsShape:
-    """Return the tiling of experts in FP8; see `experts_shape`. A `block` of a weight has one scale."""
-    shape, inner = experts_shape(num_rows, num_chosen, num_experts, itemsize, device), _tile_depth(block[1])
-    stage_bytes = (shape.columns + shape.rows * itemsize) * inner
-    return replace(shape, depth=inner, num_stages=fitting_stages(4, stage_bytes, shape.rows * inner, device))
-
-
-def _tile_depth(block_depth: int) -> int:
+def tile_depth(block_depth: int) -> int:
     """Return the inner width of a tile: a step of the inner sum covers columns with one scale."""
     return min(max(power_of_2(block_depth), MIN_DOT), TILE_DEPTH)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
-from dflash_kernels.launch_config import ROUTED_ROWS
+from dflash_kernels.mixtures.mixture_config import ROUTED_ROWS
 from dflash_kernels.norms.rope_norm import sum_parts
 from dflash_kernels.products.product import product_parts
 

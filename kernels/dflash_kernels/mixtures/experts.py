@@ -23,9 +23,15 @@ from torch.nn import functional
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch import IS_INTERPRETED, ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
-from dflash_kernels.launch_config import JOINT_ROWS, MAX_EXPERT_ROWS, ExpertsShape, experts_shape, packed_experts_shape
 from dflash_kernels.mixtures.expert_rows import down_rows, find_rows, find_scored_rows, find_tile, gated_rows
 from dflash_kernels.mixtures.joint_experts import joint_experts
+from dflash_kernels.mixtures.mixture_config import (
+    JOINT_ROWS,
+    MAX_EXPERT_ROWS,
+    ExpertsShape,
+    experts_shape,
+    packed_experts_shape,
+)
 from dflash_kernels.mixtures.mxfp4 import Packed, unpack
 from dflash_kernels.products.activation import SILU, Gate, gate_options, gate_ref
 

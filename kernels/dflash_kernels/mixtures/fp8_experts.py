@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
-from dflash_kernels.fp8.fp8_config import fp8_experts_shape
 from dflash_kernels.fp8.fp8_product import (
     block_scales,
     fixed_scale,
@@ -26,8 +25,8 @@ from dflash_kernels.fp8.fp8_product import (
 )
 from dflash_kernels.fp8.fp8_weight import Fp8Weight, Rounded
 from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
-from dflash_kernels.launch_config import MAX_EXPERT_ROWS, ExpertsShape
 from dflash_kernels.mixtures.expert_rows import all_routes, at_ranks, find_rows
+from dflash_kernels.mixtures.mixture_config import MAX_EXPERT_ROWS, ExpertsShape, fp8_experts_shape
 from dflash_kernels.products.activation import gate_tiles, silu_mul_ref
 
 

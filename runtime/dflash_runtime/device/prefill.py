@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.attention.ragged_attention import RaggedPlan, Segment, plan_ragged
+from dflash_kernels.attention.ragged_config import RaggedShape, ragged_shape
 from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.kv.rope_store import KVPlace
-from dflash_kernels.launch_config import RaggedShape, ragged_shape
 from dflash_kernels.recurrent.delta_prompts import PromptChunks, chunk_ints
 from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_kernels.steps.row_changes import ReadyRows

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.attention import block_attention as module
+from dflash_kernels.attention.attention_config import FEW_KEYS, AttentionShape, BalancedShape
 from dflash_kernels.attention.block_attention import block_attention, block_attention_ref
 from dflash_kernels.attention.softmax import PLAIN, Softmax
-from dflash_kernels.launch_config import FEW_KEYS, AttentionShape, BalancedShape, num_multiprocessors
+from dflash_kernels.launch_config import num_multiprocessors
 from dflash_testing.tensors import (
     DEVICE,
     DTYPES,

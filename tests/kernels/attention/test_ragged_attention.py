@@ -1,5 +1,6 @@
 """Ragged attention: the reference against block attention, and the kernel against the float64 reference."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from dflash_kernels import launch_config
 from dflash_kernels.attention import ragged_attention as module
+from dflash_kernels.attention import ragged_config
+from dflash_kernels.attention.attention_config import MAX_SPLITS
 from dflash_kernels.attention.block_attention import block_attention_ref
 from dflash_kernels.attention.ragged_attention import (
     RaggedPlan,
@@ -19,18 +22,17 @@ from dflash_kernels.attention.ragged_attention import (
     ragged_attention_ref,
     room_for_plans,
 )
-from dflash_kernels.attention.softmax import PLAIN, Softmax
-from dflash_kernels.launch import FLOATS
-from dflash_kernels.launch_config import (
+from dflash_kernels.attention.ragged_config import (
     DESCRIBED_SHAPES,
     FEW_ROWS_SHAPE,
     LONG_CONTEXT,
     LONG_SHAPE_BYTES,
     LONG_SHAPES,
-    MAX_SPLITS,
     RaggedShape,
     ragged_shape,
 )
+from dflash_kernels.attention.softmax import PLAIN, Softmax
+from dflash_kernels.launch import FLOATS
 from dflash_kernels.products.tile_loads import describe
 from dflash_testing.tensors import (
     DEVICE,
@@ -339,24 +341,29 @@ def test_arguments_that_do_not_fit_together_are_refused() -> None:
         ragged_attention(query, query, query, cache, cache, place(plan)[None], plan, place(plan), window=None)
 
 
+def patch(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: Callable[[torch.device], Any]) -> None:
+    for config in (launch_config, ragged_config):
+        monkeypatch.setattr(config, name, stand_in)
+
+
 @pytest.mark.reference
 def test_long_contexts_use_long_tiles_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    monkeypatch.setattr(launch_config, "shared_memory", lambda device: LONG_SHAPE_BYTES)
+    patch(monkeypatch, "shared_memory", lambda device: LONG_SHAPE_BYTES)
     usual = {size: ragged_shape(size, 2, LONG_CONTEXT - 1, device) for size in (64, 128, 256)}
     found = {size: ragged_shape(size, 2, LONG_CONTEXT, device) for size in usual}
     assert found == {**usual, **LONG_SHAPES}
     assert all(usual[size] != shape for size, shape in LONG_SHAPES.items())
-    monkeypatch.setattr(launch_config, "shared_memory", lambda device: LONG_SHAPE_BYTES - 1)
+    patch(monkeypatch, "shared_memory", lambda device: LONG_SHAPE_BYTES - 1)
     assert {size: ragged_shape(size, 2, LONG_CONTEXT, device) for size in usual} == usual
 
 
 @pytest.mark.reference
 def test_descriptors_are_used_for_measured_head_sizes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    monkeypatch.setattr(launch_config, "shared_memory", lambda device: 99 * 1024)
-    monkeypatch.setattr(launch_config, "has_tile_loads", lambda device: True)
+    patch(monkeypatch, "shared_memory", lambda device: 99 * 1024)
+    patch(monkeypatch, "has_tile_loads", lambda device: True)
     assert ragged_shape(128, 2, 0, device) == replace(DESCRIBED_SHAPES[128], num_stages=2)
     assert not any(ragged_shape(*head, 0, device).has_descriptors for head in ((64, 2), (96, 2), (512, 2), (128, 4)))
-    monkeypatch.setattr(launch_config, "has_tile_loads", lambda device: False)
+    patch(monkeypatch, "has_tile_loads", lambda device: False)
     assert not ragged_shape(128, 2, 0, device).has_descriptors

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.attention import block_attention as module
+from dflash_kernels.attention.attention_config import AttentionShape, BalancedShape
 from dflash_kernels.attention.block_attention import block_attention_ref
 from dflash_kernels.attention.shared_attention import shared_attention, shared_attention_ref
 from dflash_kernels.attention.softmax import PLAIN, Softmax
-from dflash_kernels.launch_config import AttentionShape, BalancedShape
 from dflash_kernels.steps.given_rows import give_rows_ref
 from dflash_testing.tensors import DEVICE, SAMPLED_DTYPES, assert_rows_close, normal, random_pages
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.attention import tree_attention as module
+from dflash_kernels.attention.attention_config import AttentionShape
 from dflash_kernels.attention.block_attention import block_attention_ref
 from dflash_kernels.attention.key_parts import combine_parts
 from dflash_kernels.attention.softmax import PLAIN
@@ -32,7 +33,6 @@ from dflash_kernels.drafts.tree_path import (
     move_rows_ref,
 )
 from dflash_kernels.kv.slot_mapping import PAD
-from dflash_kernels.launch_config import AttentionShape
 from dflash_testing.tensors import DEVICE, SAMPLED_DTYPES, assert_rows_close, normal, random_pages, random_softmax
 
 VOCAB = 70

@@ -17,8 +17,8 @@ from dflash_kernels.fp8.fp8_product import (
     round_rows,
 )
 from dflash_kernels.fp8.fp8_weight import FP8, Fp8Weight, round_rows_ref, rounded_ref, to_fp8
-from dflash_kernels.launch_config import MAX_EXPERT_ROWS
 from dflash_kernels.mixtures.fp8_experts import fp8_experts, fp8_experts_ref
+from dflash_kernels.mixtures.mixture_config import MAX_EXPERT_ROWS
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16

@@ -9,6 +9,7 @@ from torch import Tensor
 from dflash_kernels.attention import block_attention as module
 from dflash_kernels.attention.block_attention import block_attention, block_attention_ref
 from dflash_kernels.attention.ragged_attention import Segment, plan_ragged, ragged_attention, ragged_attention_ref
+from dflash_kernels.attention.ragged_config import DESCRIBED_SHAPES, RaggedShape, ragged_shape
 from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.fp8.fp8_config import has_fp8
 from dflash_kernels.fp8.fp8_weight import FP8
@@ -17,7 +18,6 @@ from dflash_kernels.kv.kv_format import UNSCALED, KVScales, as_readable, check_f
 from dflash_kernels.kv.kv_store import kv_store, kv_store_ref
 from dflash_kernels.kv.rope_store import KVPlace, rope_store, rope_store_ref
 from dflash_kernels.kv.slot_mapping import PAD
-from dflash_kernels.launch_config import DESCRIBED_SHAPES, RaggedShape, ragged_shape
 from dflash_testing.tensors import (
     ARRANGEMENTS,
     DEVICE,

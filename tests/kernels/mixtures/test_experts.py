@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.launch_config import MAX_EXPERT_ROWS, experts_shape
 from dflash_kernels.mixtures import experts as module
 from dflash_kernels.mixtures.expert_choice import choose_experts
 from dflash_kernels.mixtures.experts import experts, experts_ref
+from dflash_kernels.mixtures.mixture_config import MAX_EXPERT_ROWS, experts_shape
 from dflash_testing.tensors import DEVICE, assert_mostly_equal, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16

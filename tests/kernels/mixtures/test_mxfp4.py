@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from dflash_kernels.launch_config import JOINT_ROWS, MAX_EXPERT_ROWS
 from dflash_kernels.mixtures import experts as module
 from dflash_kernels.mixtures.expert_choice import choose_experts, choose_experts_ref
 from dflash_kernels.mixtures.experts import experts, experts_ref
+from dflash_kernels.mixtures.mixture_config import JOINT_ROWS, MAX_EXPERT_ROWS
 from dflash_kernels.mixtures.mxfp4 import (
     FACTORS,
     LARGEST_SCALE,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dflash_kernels.attention.ragged_attention import Segment, plan_ragged
-from dflash_kernels.launch_config import ragged_shape
+from dflash_kernels.attention.ragged_config import ragged_shape
 from dflash_kernels.suite import KernelChoice, Kernels, pick_kernels
 from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.prefill import RaggedAttention

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from dflash_kernels.attention.ragged_attention import RaggedPlan, Segment, room_for_plans
+from dflash_kernels.attention.ragged_config import few_rows_shape
 from dflash_kernels.kv.slot_mapping import slots_of
-from dflash_kernels.launch_config import few_rows_shape
 from dflash_kernels.recurrent.delta_prompts import PIECE, chunk_ints, even
 from dflash_runtime.device.graphs.decode_graphs import StepMode
 from dflash_runtime.device.prefill import (

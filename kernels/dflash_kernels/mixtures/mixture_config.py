@@ -1,0 +1,95 @@
+"""Tiling of the products of experts, with weights in 16 bits, in FP8, and packed."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dflash_kernels.fp8.fp8_config import tile_depth
+from dflash_kernels.launch import power_of_2
+from dflash_kernels.launch_config import LEAST_ROWS, MIN_DOT, fitting_stages
+
+ROUTED_ROWS = 4
+"""Rows per program that chooses experts, one warp per row."""
+
+MAX_EXPERT_ROWS = 256
+"""Most rows for which our expert kernels run. With more rows, torch's grouped products are as fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """Tiling of the expert products: rows, columns and inner width of a tile.
+
+    sought_rows   number of rows in which a program searches for its expert, padded
+    is_by_route   one program per route (row and chosen expert) instead of one per expert
+    num_programs  most programs that share the rows of an expert, per tile of columns
+    max_registers  limit per thread; None for no limit
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_stages: int
+    sought_rows: int
+    is_by_route: bool
+    num_warps: int = 4
+    num_programs: int = 1
+    max_registers: int | None = None
+
+
+def experts_shape(
+    num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
+) -> ExpertsShape:
+    """Return the tiling for rows with `num_chosen` experts each. It changes only at powers of two of the rows.
+
+    Two programs fit on a multiprocessor: while one searches for its rows, the other one reads weights.
+    """
+    sought_rows = 1 if num_rows == 1 else max(power_of_2(num_rows), MIN_DOT)
+    is_by_route = power_of_2(num_rows) * num_chosen <= num_experts
+    rows = MIN_DOT if sought_rows <= 64 else 32
+    columns, depth = 64 if num_rows == 1 else 128, 64
+    num_stages = fitting_stages(5, (columns + rows) * depth * itemsize, 0, device)
+    return ExpertsShape(rows, columns, depth, num_stages, sought_rows, is_by_route)
+
+
+PACKED_TILES = (
+    (16, LEAST_ROWS, 64, 2),
+    (64, 16, 128, 4),
+    (256, 32, 128, 4),
+)
+"""Most rows, and rows, columns and warps of a tile of packed experts.
+
+Up to 16 rows, 8 usually hold all rows of an expert. If an expert has more, a program reads its weights again. From 65
+rows on, another program reads them.
+"""
+
+THREE_TOGETHER = 168
+"""Registers per thread with which three programs of four warps fit on a multiprocessor."""
+
+
+JOINT_ROWS = range(5, 33)
+"""Numbers of rows for which one launch computes both products of packed experts (`joint_experts.py`)."""
+
+
+def packed_experts_shape(
+    num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
+) -> ExpertsShape:
+    """As `experts_shape`, for packed weights, in tiles of 128 numbers of each row."""
+    if num_rows > MAX_EXPERT_ROWS:
+        num_stages = fitting_stages(3, (128 * 2 + 64 * 4 * itemsize) * 32, 0, device)
+        return ExpertsShape(64, 128, 128, num_stages, MIN_DOT, is_by_route=False)
+    plain = experts_shape(num_rows, num_chosen, num_experts, itemsize, device)
+    rows, columns, num_warps = next(tile for most, *tile in PACKED_TILES if num_rows <= most)
+    num_stages = fitting_stages(4, (columns * 2 + rows * 4 * itemsize) * 32, 0, device)
+    return replace(
+        plain, rows=rows, columns=columns, depth=128, num_stages=num_stages, num_warps=num_warps,
+        num_programs=2 if num_rows > 64 else 1, max_registers=THREE_TOGETHER if num_warps == 4 else None,
+    )  # fmt: skip
+
+
+def fp8_experts_shape(
+    num_rows: int, num_chosen: int, num_experts: int, block: tuple[int, int], itemsize: int, device: torch.device
+) -> ExpertsShape:
+    """Return the tiling of experts in FP8; see `experts_shape`. A `block` of a weight has one scale."""
+    shape, inner = experts_shape(num_rows, num_chosen, num_experts, itemsize, device), tile_depth(block[1])
+    stage_bytes = (shape.columns + shape.rows * itemsize) * inner
+    return replace(shape, depth=inner, num_stages=fitting_stages(4, stage_bytes, shape.rows * inner, device))
