@@ -1,4 +1,4 @@
-"""The launch parameters of all kernels, and the limits of a device that they depend on.
+"""Launch parameters that kernels of several folders share, and the limits of a device that they depend on.
 
 Launch parameters are plain tables. `@triton.autotune` is not used: it needs a driver, differs from run to run, and
 measures inside captured graphs. `examples/benchmarks/kernel_times.py` measured the numbers.

@@ -82,7 +82,7 @@ def test_every_room_exists() -> None:
 
 @pytest.mark.parametrize("folder", TORCH_FREE)
 def test_torch_is_imported_only_inside_functions(folder: str) -> None:
-    for file in (PACKAGE / folder).glob("*.py"):
+    for file in (PACKAGE / folder).rglob("*.py"):
         at_once = {module.split(".")[0] for module, is_at_once in imports(file) if is_at_once and module not in PLAIN}
         assert not at_once & {"torch", "numpy", "transformers", "safetensors", "dflash_kernels"}, file.name
 
@@ -108,7 +108,7 @@ def test_checkpoints_scheduling_and_the_tensors_of_targets_need_no_torch() -> No
     modules = [
         ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
         for folder in TORCH_FREE
-        for file in sorted((PACKAGE / folder).glob("*.py"))
+        for file in sorted((PACKAGE / folder).rglob("*.py"))
     ]
     code = (
         f"import sys; sys.modules['torch'] = None; sys.path[:0] = {[str(PACKAGE.parent), str(ROOT / 'kernels')]!r}\n"

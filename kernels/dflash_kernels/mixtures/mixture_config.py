@@ -19,10 +19,10 @@ MAX_EXPERT_ROWS = 256
 class ExpertsShape:
     """Tiling of the expert products: rows, columns and inner width of a tile.
 
-    sought_rows   number of rows in which a program searches for its expert, padded
-    is_by_route   one program per route (row and chosen expert) instead of one per expert
-    num_programs  most programs that share the rows of an expert, per tile of columns
-    max_registers  limit per thread; None for no limit
+    sought_rows    number of rows in which a program searches for its expert, padded
+    is_by_route    one program per route (row and chosen expert) instead of one per expert
+    num_programs   most programs that share the rows of an expert, per tile of columns
+    max_registers  most registers of a thread; None for no limit
     """
 
     rows: int
