@@ -15,7 +15,7 @@ import pytest
 
 import dflash_cli.formats
 import dflash_runtime.drafts
-import dflash_runtime.models
+import dflash_runtime.models.families
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.formats.dialect import FORMATS, all_formats
 from dflash_runtime.checkpoint.layout import LAYOUTS
@@ -285,14 +285,14 @@ def test_a_target_family_is_one_file(tmp_path: Path, add: Add) -> None:
     refused = support.invoke("generate", "hello", "--target", target, "-k", 0)
     assert refused.code == 5
     assert "toy" in refused.err
-    add(dflash_runtime.models, TARGET)
+    add(dflash_runtime.models.families, TARGET)
     assert generate(tmp_path, "--target", target, "-k", 0)["token_ids"] == COUNTED
 
 
 @pytest.mark.parametrize("source", [TARGET, READS_ITS_CONFIG], ids=["common keys", "own keys"])
 def test_a_target_family_may_read_its_own_keys(tmp_path: Path, add: Add, source: str) -> None:
     """Without `read_config`, a key that states experts is refused."""
-    add(dflash_runtime.models, source)
+    add(dflash_runtime.models.families, source)
     target = make_target(tmp_path / "target", num_local_experts=4)
     if source == TARGET:
         with refuses(UnsupportedError, "target-not-run", found="toy") as refused:
@@ -305,7 +305,7 @@ def test_a_target_family_may_read_its_own_keys(tmp_path: Path, add: Add, source:
 def test_every_command_takes_a_target_of_the_new_family(
     tmp_path: Path, add: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add(dflash_runtime.models, TARGET)
+    add(dflash_runtime.models.families, TARGET)
     target = make_target(tmp_path / "target")
     described = run("inspect", target)
     assert (described["role"], described["config"]["model_type"]) == ("target", "toy")
@@ -318,7 +318,7 @@ def test_a_draft_family_is_one_file_and_a_dialect_that_names_it(
     tmp_path: Path, add: Add, step: int, lengths: list[int]
 ) -> None:
     """Steps of one are always right and steps of two always wrong. The text is the target's either way."""
-    add(dflash_runtime.models, TARGET)
+    add(dflash_runtime.models.families, TARGET)
     add(dflash_cli.formats, DIALECT)
     pair = ("--target", make_target(tmp_path / "target"), "--draft", make_draft(tmp_path / "draft", step))
     refused = support.invoke("generate", "hello", *pair)
@@ -334,7 +334,7 @@ def test_every_command_takes_a_draft_of_the_new_family(
     tmp_path: Path, add: Add, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package, source in (
-        (dflash_runtime.models, TARGET),
+        (dflash_runtime.models.families, TARGET),
         (dflash_cli.formats, DIALECT),
         (dflash_runtime.drafts, DRAFT),
     ):
@@ -366,7 +366,7 @@ def test_a_draft_of_another_family_is_not_converted_to_a_dialect_without_it(
 
 def test_a_family_may_have_neither_decoder_nor_mask_and_fields_of_its_own(tmp_path: Path, add: Add) -> None:
     for package, source in (
-        (dflash_runtime.models, TARGET),
+        (dflash_runtime.models.families, TARGET),
         (dflash_cli.formats, BARE_DIALECT),
         (dflash_runtime.drafts, DRAFT.replace('weights["step"].long()', "config.stride")),
     ):
