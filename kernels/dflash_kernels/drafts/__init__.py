@@ -1,1 +1,1 @@
-"""What only drafts compute: convolutions, walks over candidates, and trees."""
+"""Kernels of drafts: convolutions, walks over candidates, and trees."""

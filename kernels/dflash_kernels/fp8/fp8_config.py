@@ -84,7 +84,7 @@ def fp8_product_shape(
 
 
 def _num_parts(num_tiles: int, depth: int, inner: int, device: torch.device) -> int:
-    """Return the number of parts of the inner sum: as many as run at the same time, two on each multiprocessor."""
+    """Return the number of parts of the inner sum. All parts run at the same time, two on each multiprocessor."""
     num_parts, most = 1, 2 * num_multiprocessors(device)
     while num_parts < MAX_PARTS and 2 * num_parts * num_tiles <= most and 2 * num_parts * LEAST_TILES * inner <= depth:
         num_parts *= 2

@@ -106,7 +106,7 @@ def without_machine_code() -> Iterator[None]:
 def too_heavy(built: Any) -> str | None:
     """Return the resources of a kernel if it spills registers or two programs do not fit on a multiprocessor.
 
-    A kernel whose launch limits its registers may spill a few.
+    A kernel with a limit of registers may spill a few.
     """
     from triton import knobs
 

@@ -1,1 +1,1 @@
-"""How much memory there is, and what it is used for."""
+"""Memory of the host and the device, and its division."""

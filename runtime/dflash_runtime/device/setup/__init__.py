@@ -1,1 +1,1 @@
-"""What is chosen and checked before a pair runs, and the loading of a pair."""
+"""Choices and checks before a pair runs, and the loading of a pair."""

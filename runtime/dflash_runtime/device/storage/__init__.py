@@ -1,1 +1,1 @@
-"""What requests hold on the device: rows of state, KV pages, recurrent states, and results."""
+"""Data of requests on the device: rows of state, KV pages, recurrent states, and results."""
