@@ -23,8 +23,8 @@ if __name__ == "__main__":
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.targets.decoder_values import recorded_types
 from dflash_runtime.checkpoint.targets.hosted_config import open_decoder
+from dflash_runtime.checkpoint.targets.recorded_types import recorded_types
 from dflash_runtime.checkpoint.targets.runs_here import TRIAL_WORDS, how_it_runs
 from dflash_runtime.errors import DFlashError
 from dflash_runtime.models.hosting.hosted import HostedTarget

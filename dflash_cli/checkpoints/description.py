@@ -18,7 +18,7 @@ from dflash_runtime.checkpoint.layout import NOT_OWNED
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.checkpoint.stored.ignored_files import ignored_code, ignored_files
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
-from dflash_runtime.checkpoint.targets.decoder_values import recorded_types
+from dflash_runtime.checkpoint.targets.recorded_types import recorded_types
 from dflash_runtime.checkpoint.targets.runs_here import RunsHere, RunsHereEntry, how_it_runs, release_note
 from dflash_runtime.documents import OPTIONAL
 from dflash_runtime.draft_config import DraftConfig

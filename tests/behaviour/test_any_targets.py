@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.checkpoint.targets.decoder_values import recorded_types
 from dflash_runtime.checkpoint.targets.hf_config import NATIVE_ROPES
 from dflash_runtime.checkpoint.targets.hosted_config import open_decoder
+from dflash_runtime.checkpoint.targets.recorded_types import recorded_types
 from dflash_runtime.checkpoint.targets.runs_here import RunsHere, how_it_runs, recorded_host_reads, recorded_trials
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models import rope

@@ -19,10 +19,10 @@ from dflash_cli.checkpoints.opening import open_target, read_target
 from dflash_cli.checkpoints.target_words import layers_in_words, ropes_in_words
 from dflash_cli.terminal import documentation
 from dflash_runtime.checkpoint.pair import TargetSource
-from dflash_runtime.checkpoint.targets.decoder_values import recorded_types
 from dflash_runtime.checkpoint.targets.hf_config import read_target_facts
 from dflash_runtime.checkpoint.targets.hosted_config import open_decoder
 from dflash_runtime.checkpoint.targets.layer_kinds import STATE_KINDS
+from dflash_runtime.checkpoint.targets.recorded_types import recorded_types
 from dflash_runtime.checkpoint.targets.runs_here import TargetRuntime, how_it_runs, native_families
 from dflash_runtime.errors import MISSING, DFlashError, InvalidConfig
 from dflash_runtime.models.target import family_config, target_families

@@ -3,10 +3,7 @@
 Needs neither torch nor transformers.
 """
 
-import json
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dflash_runtime.checkpoint.targets.hf_config import FULL, PER_LAYER
@@ -87,13 +84,6 @@ class RecordedConfig:
         """Attributes that differ between layers."""
         layers = as_object(self._stated.get(PER_LAYER)).values()
         return {key for layer in layers for key in as_object(layer)} | {*self._defaults.get("per_layer_attributes", ())}
-
-
-@cache
-def recorded_types() -> Mapping[str, Any]:
-    """Return the table of `scripts/transformers_types.py`."""
-    found: dict[str, Any] = json.loads((Path(__file__).with_name("transformers_types.json")).read_text("utf-8"))
-    return found
 
 
 def count_of(text: "DecoderConfig", name: str, otherwise: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_runtime.checkpoint.targets.experts_config import WITH_EXPERTS, read_experts
 from dflash_runtime.checkpoint.targets.layer_kinds import KINDS
+from dflash_runtime.checkpoint.targets.recorded_types import is_no_decoder
 from dflash_runtime.checkpoint.targets.target_facts import decoder_config, read_depth, read_hidden_size, read_traits
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError
@@ -91,7 +92,17 @@ def read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
 
     Raises:
         InvalidConfig: the width, depth or vocabulary is missing, or the list of layers has another length.
+        UnsupportedError: a number is missing or wrong, and transformers has no causal language model of this type.
     """
+    try:
+        return _read_target_facts(config, path)
+    except InvalidConfig as fault:
+        if is_no_decoder(config):
+            raise without_causal_model(str(config["model_type"]), path) from fault
+        raise
+
+
+def _read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
     text, _ = decoder_config(config, path)
     facts = common_facts(config, text, path)
     rope, unread = _readable_rope(text, path)
@@ -157,6 +168,12 @@ def not_run(model_type: str, *reasons: str, id: str = "target-not-run", path: Pa
         found=model_type,
         hint="dflash validate and dflash serve-command work for it; measure acceptance in the engine that serves it",
     )
+
+
+def without_causal_model(kind: str, path: Path) -> UnsupportedError:
+    """Return the refusal of a model type that has no decoder for a draft, such as an encoder of images."""
+    why = "transformers does not have a causal language model of this type"
+    return not_run(kind, why, id="target-without-causal-model", path=path)
 
 
 def common_facts(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:

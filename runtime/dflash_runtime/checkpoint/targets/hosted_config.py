@@ -15,11 +15,11 @@ from dflash_runtime.checkpoint.targets.decoder_values import (
     RecordedConfig,
     count_of,
     latent_size,
-    recorded_types,
     ropes_of,
 )
 from dflash_runtime.checkpoint.targets.hf_config import SLIDING, read_token_ids
 from dflash_runtime.checkpoint.targets.hosted_refusals import refuse_cache, refuse_pages, refuse_type
+from dflash_runtime.checkpoint.targets.recorded_types import recorded_types
 from dflash_runtime.checkpoint.targets.target_facts import decoder_config
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.errors import CheckpointError, naming_file

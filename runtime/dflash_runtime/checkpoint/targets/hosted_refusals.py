@@ -16,7 +16,7 @@ from dflash_runtime.checkpoint.targets.decoder_values import (
     ropes_of,
     value_of,
 )
-from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING, not_run
+from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING, not_run, without_causal_model
 from dflash_runtime.checkpoint.targets.target_facts import decoder_config
 from dflash_runtime.json_values import is_int
 
@@ -109,8 +109,7 @@ def refuse_type(source: TargetSource, known: Container[str], runnable: Container
         why = _why_unknown(source, release)
         raise not_run(kind or source.facts.model_type, why, id="target-unknown-to-transformers", path=path)
     if kind not in runnable:
-        why = "transformers does not have a causal language model of this type"
-        raise not_run(kind, why, id="target-without-causal-model", path=path)
+        raise without_causal_model(kind, path)
 
 
 def _why_unknown(source: TargetSource, release: str) -> str:

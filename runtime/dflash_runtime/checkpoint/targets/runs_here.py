@@ -25,13 +25,13 @@ from dflash_runtime.checkpoint.quantised.target_quantization import (
     read_quantization,
 )
 from dflash_runtime.checkpoint.stored.adapters import ADAPTER
-from dflash_runtime.checkpoint.targets.decoder_values import recorded_types
 from dflash_runtime.checkpoint.targets.gemma4_config import GEMMA4, read_gemma4_config
 from dflash_runtime.checkpoint.targets.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.targets.hf_config import not_run, refuse_other_layers
 from dflash_runtime.checkpoint.targets.hosted_config import read_recorded
 from dflash_runtime.checkpoint.targets.hosted_refusals import A_FAMILY, refuse_cache, refuse_pages
 from dflash_runtime.checkpoint.targets.hybrid_config import HYBRIDS, read_hybrid_config
+from dflash_runtime.checkpoint.targets.recorded_types import recorded_types
 from dflash_runtime.errors import CheckpointError, UnsupportedError
 from dflash_runtime.notices import Notice
 from dflash_runtime.registry import RegisteringFile, registering_files

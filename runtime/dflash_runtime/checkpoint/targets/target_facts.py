@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.targets.layer_kinds import SLIDING, count_listed_layers, read_layer_kinds
+from dflash_runtime.checkpoint.targets.recorded_types import own_key
 from dflash_runtime.errors import MISSING, InvalidConfig
 from dflash_runtime.json_values import as_object, is_int
 
@@ -50,7 +51,7 @@ def decoder_config(config: Mapping[str, Any], path: Path) -> tuple[Mapping[str, 
 
 def read_depth(text: Mapping[str, Any], path: Path) -> int:
     """Return the number of layers. Some configs state it only by a list of layers."""
-    stated, listed = _first(text, DEPTH), count_listed_layers(text)
+    stated, listed = _first(text, _keys(text, DEPTH)), count_listed_layers(text)
     depth = _count("num_hidden_layers", listed if stated is MISSING and listed is not None else stated, path)
     if not 0 < depth <= MAX_LAYERS:
         raise InvalidConfig("num_hidden_layers", depth, f"1 to {MAX_LAYERS} layers", path=path)
@@ -59,7 +60,7 @@ def read_depth(text: Mapping[str, Any], path: Path) -> int:
 
 def read_hidden_size(text: Mapping[str, Any], path: Path) -> int:
     """Return the width of the hidden states, which the config must state."""
-    return _count("hidden_size", _first(text, HIDDEN_SIZE), path)
+    return _count("hidden_size", _first(text, _keys(text, HIDDEN_SIZE)), path)
 
 
 def read_traits(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -71,13 +72,13 @@ def read_traits(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -
     kinds = read_layer_kinds(text, read_depth(text, path), path)
     window = _positive(text, WINDOW)
     return {
-        "num_heads": _positive(text, HEADS),
+        "num_heads": _positive(text, _keys(text, HEADS)),
         "num_kv_heads": _positive(text, ("num_key_value_heads",)),
         "head_dim": _positive(text, ("head_dim",)),
         "layer_kinds": kinds,
         "windows": tuple(window if SLIDING in kind else None for kind in kinds),
         "chunk_size": _positive(text, ("attention_chunk_size",)),
-        "max_position_embeddings": _positive(text, POSITIONS),
+        "max_position_embeddings": _positive(text, _keys(text, POSITIONS)),
         "num_experts": _positive(text, EXPERTS),
         "num_experts_per_token": _positive(text, EXPERTS_PER_TOKEN),
         "quantization": _packing(outer) or _packing(text),
@@ -104,6 +105,12 @@ def _packing(config: Mapping[str, Any]) -> str | None:
             detail = next((str(stated[name]) for name in PACKING_DETAIL if isinstance(stated.get(name), str)), method)
             return method if detail == method else f"{method} ({detail})"
     return None
+
+
+def _keys(text: Mapping[str, Any], common: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the keys for a number: the common spellings, and the one of the decoder's type in transformers."""
+    own = own_key(text, common[0])
+    return common if own is None else (*common, own)
 
 
 def _first(text: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
