@@ -1,24 +1,28 @@
-"""Compute the numbers that packed matrices stand for, row by row: MLX's 2, 4 and 8 bits, and quantised types of GGUF.
+"""Compute the numbers that packed matrices stand for, row by row: MLX's 2, 4 and 8 bits, quantised types of GGUF, FP8.
 
 MLX: each group of adjacent numbers of a row has a scale and a bias, number = scale * code + bias. Codes fill words of
 32 bits from the lowest bits on. Source: ml-explore/mlx docs, mlx.core.quantize, mode affine.
 Q8_0: a half-precision scale and 32 signed bytes, number = scale * byte. Q4_0: a half-precision scale and 16 bytes. The
 low halves of the bytes are the first 16 codes, the high halves the last 16, and number = scale * (code - 8).
 Source: gguf 0.19.0 quants.py. Other types need the package gguf.
+FP8: a scale per matrix, row or block of it, number = scale * code. `quantised/fp8_format.py` lists the forms.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflash_cli.formats.fields import REMOVED, with_keys
 from dflash_cli.formats.gguf import FILE_TYPE, OWN
+from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
+from dflash_runtime.checkpoint.quantised.fp8_format import fp8_matrices, read_fp8_format, refuse_unless_fp8
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.checkpoint.stored.gguf import TYPE_NUMBERS, TYPES
 from dflash_runtime.checkpoint.stored.gguf_checkpoint import GgufCheckpoint, is_plain
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
-from dflash_runtime.checkpoint.targets.target_facts import MLX_KEYS, mlx_bits
+from dflash_runtime.checkpoint.targets.target_facts import MLX_KEYS, PACKING, mlx_bits
 from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.json_values import as_object, is_int
 
@@ -44,12 +48,14 @@ class PackedMatrix:
     """A packed matrix: its stored tensors, the shape it stands for, and a function that unpacks rows [begin, end).
 
     how     the packed form in words
+    parts   names of the stored tensors with scales and biases
     """
 
     info: TensorInfo
     shape: tuple[int, ...]
     how: str
     unpack: "Callable[[int, int], NDArray[Any]]"
+    parts: tuple[str, ...] = ()
 
     def pieces(self) -> Iterator[bytes]:
         """The bytes of the unpacked matrix, in pieces of whole rows."""
@@ -90,7 +96,7 @@ class UnpackedCheckpoint(Checkpoint):
     @property
     def tensors(self) -> dict[str, TensorInfo]:
         if self._tensors is None:
-            parts = {f"{name.removesuffix('weight')}{part}" for name in self.packed for part in ("scales", "biases")}
+            parts = {part for matrix in self.packed.values() for part in matrix.parts}
             self._tensors = {
                 name: replace(info, dtype=RESULT, shape=self.packed[name].shape) if name in self.packed else info
                 for name, info in self.stored.tensors.items()
@@ -104,7 +110,8 @@ class UnpackedCheckpoint(Checkpoint):
 
     @property
     def file_names(self) -> frozenset[str]:
-        return self.stored.file_names
+        """The stored files without the one that says how weights are packed."""
+        return self.stored.file_names - {QUANTIZATION_FILE}
 
     def name_in_file(self, name: str) -> str:
         return self.stored.name_in_file(name)
@@ -140,11 +147,11 @@ def unpacked(stored: Checkpoint) -> UnpackedCheckpoint:
         packed = {name: _of_gguf(info) for name, info in stored.tensors.items() if not is_plain(info.dtype)}
         plain = with_keys(stored.config, {FILE_TYPE: REMOVED, f"{OWN}dtype": "bfloat16"})
     else:
-        packed = dict(_of_mlx(stored))
-        plain = with_keys(stored.config, {**dict.fromkeys(MLX_KEYS, REMOVED), "dtype": "bfloat16"})
+        packed = dict(_of_fp8(stored) if read_fp8_format(stored) else _of_mlx(stored))
+        plain = with_keys(stored.config, {**dict.fromkeys((*MLX_KEYS, *PACKING), REMOVED), "dtype": "bfloat16"})
     if not packed:
         raise UsageError(
-            "--dequantize: no matrix of the draft is packed by MLX or in a quantised type of GGUF",
+            "--dequantize: no matrix of the draft is in FP8, packed by MLX, or in a quantised type of GGUF",
             id="nothing-packed",
             path=stored.path,
             field="--dequantize",
@@ -260,7 +267,40 @@ def _mlx_matrix(stored: Checkpoint, info: TensorInfo, module: str, stated: Mappi
         found: NDArray[Any] = grouped * scale.reshape(rows, -1, 1) + bias.reshape(rows, -1, 1)
         return found.reshape(rows, width)
 
-    return PackedMatrix(info, (info.shape[0], width), f"MLX, {bits} bits", unpack)
+    names = tuple(part.name for part in parts)
+    return PackedMatrix(info, (info.shape[0], width), f"MLX, {bits} bits", unpack, names)
+
+
+def _of_fp8(stored: Checkpoint) -> Iterator[tuple[str, PackedMatrix]]:
+    """The matrices in FP8, by name."""
+    form = refuse_unless_fp8(stored)
+    assert form is not None
+    for name, names in fp8_matrices(stored, stored.tensors).items():
+        info, scales = stored.tensors[name], stored.tensors[names.scales]
+        if len(info.shape) != 2:
+            text = f"{name} is a stack of matrices in FP8, which --dequantize does not unpack"
+            raise UnsupportedError(text, id="fp8-stack", path=info.file, field=name, found=list(info.shape))
+        parts = (names.scales,) if names.input_scale is None else (names.scales, names.input_scale)
+        yield name, PackedMatrix(info, info.shape, "FP8", partial(_fp8_rows, info, scales, form.block), parts)
+
+
+def _fp8_rows(
+    info: TensorInfo, scales: TensorInfo, block: tuple[int, int] | None, begin: int, end: int
+) -> "NDArray[Any]":
+    """Rows [begin, end) of a matrix in FP8, in float32."""
+    import numpy as np
+    import torch
+
+    codes = torch.frombuffer(bytearray(_rows(info, begin, end)), dtype=torch.float8_e4m3fn)
+    numbers = codes.float().numpy().reshape(end - begin, -1)
+    scale = _floats(_read(scales, 0, scales.num_bytes), scales)
+    if block is not None:
+        grid = scale.reshape(scales.shape)[np.arange(begin, end) // block[0]]
+        scale = np.repeat(grid, block[1], axis=1)[:, : numbers.shape[1]]
+    elif scale.size > 1:
+        scale = scale[begin:end, None]
+    found: NDArray[Any] = numbers * scale
+    return found
 
 
 def _floats(data: bytes, info: TensorInfo) -> "NDArray[Any]":

@@ -102,7 +102,7 @@ class ConversionRequest(ForceOptions, ReadingOptions):
     ] = False
     dequantize: Annotated[
         bool,
-        Option(help="Write packed matrices (MLX, quantised GGUF) as plain bfloat16."),
+        Option(help="Write packed matrices (FP8, MLX, quantised GGUF) as plain bfloat16."),
     ] = False
     tokenizer: Annotated[
         Path | None,

@@ -214,5 +214,5 @@ def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
             id="quantised-weights",
             path=path,
             found=draft.quantization,
-            hint=f"to copy them as they are, convert with --to and one of {allowing}",
+            hint=f"--dequantize writes them as bfloat16; --to with one of {allowing} copies them as they are",
         )

@@ -79,7 +79,7 @@ def copied_files(draft: DraftCheckpoint | KindDraft) -> Iterator[Path]:
     found = {item for pattern in patterns for item in path.glob(pattern) if item.is_file()}
     for item in sorted(found):
         refuse_escape(path, item)
-        if item.suffix not in (*PICKLE_SUFFIXES, ".py"):
+        if item.suffix not in (*PICKLE_SUFFIXES, ".py") and item.name in draft.checkpoint.file_names:
             yield item
 
 
@@ -166,6 +166,8 @@ def _why(item: Path) -> str:
         return "code, which is never copied"
     if item.suffix in PICKLE_SUFFIXES:
         return "a pickle file"
+    if item.name == QUANTIZATION_FILE:
+        return "settings of weights that are plain in the result"
     if item.name == MANIFEST_FILE:
         return "the manifest of an earlier conversion"
     if item.suffix in (".safetensors", SUFFIX):
