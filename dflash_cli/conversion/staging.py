@@ -23,14 +23,6 @@ from dflash_runtime.whole_files import hidden_path
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers for a full disk, an exceeded quota of the user, or an exceeded limit on the size of a file."""
 
-UNWRITABLE = frozenset(
-    {
-        errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EBUSY, errno.EXDEV, errno.ENAMETOOLONG, errno.ENOENT,
-        errno.ENOTDIR, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.EMLINK,
-    }
-)  # fmt: skip
-"""Error numbers of a file system that cannot be written."""
-
 MARKER = ".writing"
 """A file in an unfinished directory that its writer has locked. It is removed when the directory is complete."""
 
@@ -64,8 +56,6 @@ def staged(destination: Path, num_bytes: int, *, largest_file_bytes: int = 0, fo
             yield stage
         _place(stage, destination, force=force)
     except OSError as error:
-        if error.errno not in FULL | UNWRITABLE:
-            raise
         raise _explained(error, parent) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TextIO
 
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
-from dflash_runtime.whole_files import NotWritten, written_whole
+from dflash_runtime.whole_files import NotWritten, hidden_path, written_whole
 
 
 def check_output(path: Path, *, force: bool, hint: str = "pass --force to replace it", is_folder: bool = False) -> None:
@@ -31,8 +31,14 @@ def check_parent(path: Path) -> None:
     """Require that the parent of an output is a directory in which files can be made.
 
     Raises:
+        NotWritten: the system makes no file with this name there.
         UsageError: naming the parent.
     """
+    if str(path) == "-":
+        raise UsageError(
+            "is no file name here", id="output-is-dash", path=path, found="-", expected="a file name",
+            hint="name a file; for stdout leave out --output, or name /dev/stdout",
+        )  # fmt: skip
     parent = path.absolute().parent
     a_file = next((item for item in (path.parent, *path.parent.parents) if item.exists() and not item.is_dir()), None)
     if a_file is not None:
@@ -53,6 +59,19 @@ def check_parent(path: Path) -> None:
             path=path.parent, found=path.name,
             hint="name a file in another directory, or give this user the right to write here",
         )  # fmt: skip
+    if not is_stream(path):
+        _try_to_write(path)
+
+
+def _try_to_write(path: Path) -> None:
+    """Make and remove a hidden file beside an output: access rights do not tell what the system refuses."""
+    real = Path(os.path.realpath(path))
+    if not real.name:
+        return  # the root, which is no file
+    trial = hidden_path(real, "tmp")
+    with naming_output(path):
+        trial.touch(exist_ok=False)
+        trial.unlink()
 
 
 def is_stream(path: Path) -> bool:
@@ -103,7 +122,7 @@ def atomic_text(path: Path) -> Iterator[Output]:
         with open_output(path, "w") as output:
             yield output
         return
-    with written_whole(path.resolve()) as partial, open_output(path, "w", at=partial) as output:
+    with written_whole(Path(os.path.realpath(path))) as partial, open_output(path, "w", at=partial) as output:
         yield output
 
 

@@ -33,6 +33,14 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "generate": ("generate", "x", "-n", "2", "--handoff-out"),
 }
 
+WORK = (
+    "dflash_cli.checkpoints.lock.lock_checkpoint",
+    "dflash_cli.generation.loaded_pair.load_session",
+    "dflash_cli.comparing.stored_evaluation.read_evaluations",
+    "dflash_cli.conversion.execute.convert_draft",
+)
+"""The functions that do the work of the commands above."""
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -64,6 +72,31 @@ def test_a_file_where_the_system_makes_none(command: str) -> None:
 def test_a_folder_where_the_system_makes_none(command: str) -> None:
     fails(*FOLDERS[command], "/proc/dflash-output")
     assert not Path("/proc/dflash-output").exists()
+
+
+@LINUX
+@pytest.mark.parametrize("arguments", [*FILES.values(), *FOLDERS.values()], ids=[*FILES, *FOLDERS])
+@pytest.mark.parametrize("place", ["/proc/dflash-output", "n" * 245])
+def test_an_output_is_tried_before_the_work(
+    place: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No checkpoint is loaded, hashed or opened, and no result is read."""
+
+    def work(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the output was not checked first")
+
+    for place_of_work in WORK:
+        monkeypatch.setattr(place_of_work, work)
+    fails(*arguments, place)
+
+
+@pytest.mark.parametrize("arguments", [*FILES.values(), *FOLDERS.values()], ids=[*FILES, *FOLDERS])
+def test_a_dash_makes_no_file(arguments: tuple[str, ...]) -> None:
+    """In `generate -o` it means stdout, and nowhere the name of a file."""
+    done = support.run_main(*arguments, "-")
+    is_stdout = arguments == FILES["generate"]
+    assert (done.code, done.error_id) == ((0, None) if is_stdout else (2, "output-is-dash")), done
+    assert not Path("-").exists()
 
 
 @LINUX

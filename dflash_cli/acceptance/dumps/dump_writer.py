@@ -84,7 +84,12 @@ def check_folder(folder: Path, *, resume: bool, force: bool) -> None:
         UsageError: the folder cannot be created, holds other files, or already holds a dump without `resume` or
             `force`.
     """
-    check_parent(folder)
+    check_parent(folder / MANIFEST if folder.is_dir() else folder)
+    if folder.is_file():
+        raise UsageError(
+            "is a file, expected a folder", id="output-is-a-file", path=folder, field="--output", found=str(folder),
+            expected="a folder, or a new name",
+        )  # fmt: skip
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not _is_dump(folder):

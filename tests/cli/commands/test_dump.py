@@ -141,6 +141,7 @@ def test_a_folder_that_is_no_dump_is_left_alone(tmp_path: Path) -> None:
     assert support.run_main(*DUMP, tmp_path, "--force").error_id == "output-not-a-dump"
     assert (tmp_path / "notes.safetensors").read_text() == "mine"
     assert support.run_main(*DUMP, tmp_path / "a" / "b").error_id == "no-parent-directory"
+    assert support.run_main(*DUMP, tmp_path / "manifest.json").error_id == "output-is-a-file"
 
 
 def test_a_full_disk_is_named_and_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

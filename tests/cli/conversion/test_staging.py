@@ -82,6 +82,21 @@ class TestRefusals:
         assert "Traceback" not in done.stderr
         assert names(tmp_path) == ["source"]
 
+    @pytest.mark.parametrize("place", ["mkdir", "copy", "rename"])
+    def test_have_no_list_of_numbers(self, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever number the system gives, such as ETIMEDOUT of a network or EUCLEAN of a broken file system."""
+        support.make_native(tmp_path / "source")
+        owner, name = {"mkdir": (Path, "mkdir"), "rename": (staging, "move_new")}.get(
+            place, (safetensors_writer, "write_all")
+        )
+        taken = {errno.EEXIST, *REFUSALS}
+        for number in sorted(set(errno.errorcode) - taken):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, refusing(number))
+                outcome = convert(tmp_path)
+            assert (outcome.code, outcome.error_id) == (2, "output-not-writable"), errno.errorcode[number]
+            assert names(tmp_path) == ["source"]
+
 
 class TestRemains:
     def stage(self, tmp_path: Path, kind: str = "tmp", *, is_marked: bool = True) -> Path:

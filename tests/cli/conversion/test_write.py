@@ -91,10 +91,18 @@ class TestDestination:
         written = json.loads((tmp_path / "out" / "conversion.json").read_text())
         assert {**written, "kind": "convert", "destination": str(tmp_path / "out")} == printed
 
-    @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, GateFailed])
+    @pytest.mark.parametrize(
+        ("error", "reported"),
+        [(KeyboardInterrupt, KeyboardInterrupt), (OSError, UsageError), (GateFailed, GateFailed)],
+    )
     @pytest.mark.parametrize("exists", [False, True])
     def test_any_failure_leaves_nothing(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], exists: bool
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        error: type[BaseException],
+        reported: type[BaseException],
+        exists: bool,
     ) -> None:
         source = support.make_native(tmp_path / "source")
         if exists:
@@ -104,7 +112,7 @@ class TestDestination:
             raise error("in the middle")
 
         monkeypatch.setattr("dflash_cli.conversion.execute.verify_roundtrip", fail)
-        with pytest.raises(error):
+        with pytest.raises(reported):
             convert_draft(plan(source), tmp_path / "out", force=exists)
         assert leftovers(tmp_path) == []
         assert (tmp_path / "out").exists() is exists
