@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.diagnosis.alternatives import LARGEST_BLOCK, AlternativeReading
+from dflash_cli.diagnosis.answered_prompts import answered
 from dflash_cli.diagnosis.further_training import Ends, Trainable
 from dflash_cli.diagnosis.reading_screen import KnownTexts, ReadingScreen
 from dflash_cli.diagnosis.run_settings import SearchBudget
@@ -137,7 +138,11 @@ class ReadingRunner:
     def make_prompts(self, numbers: range, given: Sequence[Sequence[int]] = ()) -> list[list[int]]:
         """One prompt per number: random ids or a given prompt, continued by the target.
 
-        The continuation is sampled, because greedy text of random ids soon repeats itself.
+        The continuation is sampled, because greedy text of random ids soon repeats itself. A given prompt may fail, as
+        one that is too long.
+
+        Raises:
+            DFlashError: the target does not continue random ids, as one whose weights have NaN.
         """
         effort, vocab_size = self._effort, self._pair.limits.vocab_size
         generator = random.Random(effort.seed)
@@ -149,4 +154,5 @@ class ReadingRunner:
         ]
         with LLM(self._pair.without_draft()) as llm:
             outputs = llm.generate(starts, params)
-        return [[*output.prompt_token_ids, *output.token_ids] for output in outputs if output.error is None]
+        found = [output for output in outputs if output.error is None] if given else answered(outputs)[0]
+        return [[*output.prompt_token_ids, *output.token_ids] for output in found]

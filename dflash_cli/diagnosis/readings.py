@@ -29,6 +29,7 @@ from dflash_cli.diagnosis.alternatives import (
     moved_taps,
     neutral_readings,
 )
+from dflash_cli.diagnosis.answered_prompts import MIN_PROMPTS, answered
 from dflash_cli.diagnosis.chosen_values import LOWER, longer_block, usual_value
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.reading_doubts import ReadingCase
@@ -61,9 +62,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Readings = Sequence[AlternativeReading]
-
-MIN_PROMPTS = 4
-"""The fewest prompts that choose a reading."""
 
 MAX_RUN = 4
 """The most readings whose steps are counted after the screen."""
@@ -177,7 +175,7 @@ class Searcher:
             self._observe("making prompts", 0, self._num_planned)
             prompts = runner.make_prompts(range(budget.num_prompts))
         self._observe("config as it is", 0, self._num_planned)
-        outputs, left_out = _answered(runner.run(runner.build(self._own), prompts))
+        outputs, left_out = answered(runner.run(runner.build(self._own), prompts))
         self._screen = runner.screen(outputs, self._taps())
         base = self._screen.walk(runner.build(self._own))
         self._base_scores: dict[int, Score] = {}
@@ -400,22 +398,3 @@ class Searcher:
         other = screen.walk(self._runner.build(best.alternative), is_whole=best.is_longer)
         found = confirm(best.alternative, *(pool_by_prompt(counts, prompts) for counts in (base, other)))
         return replace(found, score=best.score, doubt=best.doubt, is_longer=best.is_longer, equal=best.equal)
-
-
-def _answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tuple[str, ...]]:
-    """The outputs of the prompts that succeed, and the reasons of the others. Readings are run on these prompts.
-
-    Raises:
-        UsageError: too few prompts succeed.
-    """
-    answered = [output for output in outputs if output.error is None]
-    failed = [f"prompt {output.index + 1}: {output.error}" for output in outputs if output.error is not None]
-    if failed and len(answered) < MIN_PROMPTS:
-        raise UsageError(
-            f"{len(failed)} of {len(outputs)} prompts failed, expected at least {MIN_PROMPTS} to succeed; {failed[0]}",
-            id="too-few-prompts",
-            field="--prompts",
-            found=len(answered),
-            expected=f"at least {MIN_PROMPTS}",
-        )
-    return answered, tuple(failed)

@@ -13,7 +13,7 @@ from dflash_cli.tuning.candidates import Candidate
 from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.device.setup.settings import resolve_limits
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.errors import RequestError
+from dflash_runtime.errors import RequestError, error_of
 from dflash_runtime.llm import LLM
 
 
@@ -43,6 +43,7 @@ def measure_candidate(
 
     Raises:
         RequestError: a prompt cannot be served. All candidates must run on the same prompts.
+        DFlashError: a prompt fails for another reason, such as NaN in the weights.
     """
     if session.llm.device.type == "cuda":
         gc.collect()  # free the previous candidate's KV cache: the GPU may not have memory for both
@@ -53,11 +54,13 @@ def measure_candidate(
     own.warm_up(params, len(request.rows))
     found = measure(own, replace(request, params=params), progress=progress)
     if found.failed:
-        first = found.failed[0]
-        raise RequestError(
+        first = max(found.failed, key=lambda failure: failure.exit_code)
+        kind = error_of(first.exit_code)
+        told = "correct or remove this prompt: all candidates run on the same prompts"
+        raise kind(
             f"{candidate.name}: {first.error}",
             id="candidate-prompt-failed",
             field=candidate.name,
-            hint="correct or remove this prompt: all candidates run on the same prompts",
+            hint=told if kind is RequestError else None,
         )
     return found

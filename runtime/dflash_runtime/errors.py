@@ -192,6 +192,12 @@ class CapacityError(DFlashError):
     exit_code = 6
 
 
+def error_of(exit_code: int) -> type[DFlashError]:
+    """The most general error with an exit code, for a failure of which only the code is known."""
+    kinds = (RequestError, CheckpointError, CheckpointNotFound, UnsupportedError, CapacityError)
+    return next((kind for kind in kinds if kind.exit_code == exit_code), DFlashError)
+
+
 @contextmanager
 def naming_file(path: object) -> Iterator[None]:
     """Add a file's path to errors of code that knows only the content."""

@@ -367,9 +367,9 @@ def test_logits_that_are_not_finite_end_their_request_in_both_kernel_sets(
     whole = random_llm(small, draft, 3, **settings).generate(prompts, params)
     broken = random_llm(TargetAs(small, not_finite_from(9, value)), draft, 3, kernels=kernels, **settings)
     for output, right in zip(broken.generate(prompts, params), whole, strict=True):
-        assert output.error == "the model gave non-finite logits at position 10"
+        assert output.error_id == "non-finite-logits"
         assert output.token_ids == right.token_ids[: 10 - len(output.prompt_token_ids)]
-        assert (output.finish_reason, output.exit_code) == (FinishReason.ERROR, 1)
+        assert (output.finish_reason, output.exit_code) == (FinishReason.ERROR, 3)
     fewer = SamplingParams(max_new_tokens=4, seed=3, **sampling)
     ended = broken.generate(prompts[:1], fewer)[0]
     assert (ended.finish_reason, ended.token_ids) == (FinishReason.LENGTH, whole[0].token_ids[:4])
@@ -383,6 +383,6 @@ def test_a_prompt_that_gives_no_numbers_fails_and_its_neighbour_does_not() -> No
     llm = random_llm(broken, random_draft(target(), torch.float64, target_layer_ids=(0, 1)), 7, max_num_requests=5,
                      page_size=PAGE)  # fmt: skip
     outputs = llm.generate([*PROMPTS, [3, 90]], PARAMS)
-    assert outputs[4].error == "the model gave non-finite logits at position 2"
+    assert (outputs[4].error_id, outputs[4].exit_code) == ("non-finite-logits", 3)
     assert outputs[4].token_ids == ()
     assert texts(outputs[:4]) == wanted()

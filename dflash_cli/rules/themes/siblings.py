@@ -3,6 +3,7 @@
 Sound drafts may differ as well, so these findings are remarks. `diagnose` names them if acceptance is low.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -245,7 +246,9 @@ def _beside(subject: Subject, measure: Measure, dim: int | None = None) -> Itera
         parts = name.split(".")
         kind = ".".join(parts[2:]) if parts[0] == "layers" else name
         if dim != 2 or num_levels(tensor) is None:
-            groups[kind][name] = measure(tensor)
+            found = measure(tensor)
+            if math.isfinite(found):  # otherwise rule N13 speaks
+                groups[kind][name] = found
     for group in groups.values():
         for name, own in group.items():
             yield name, own, [value for other, value in group.items() if other != name]

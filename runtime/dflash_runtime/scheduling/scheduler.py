@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from dflash_runtime.errors import DFlashError
+from dflash_runtime.errors import CheckpointError, DFlashError
 from dflash_runtime.scheduling.admission import check_request
 from dflash_runtime.scheduling.batch import Batch, Chunk, PageAddition, StepOutput
 from dflash_runtime.scheduling.expected_room import ExpectedRoom
@@ -453,9 +453,10 @@ class Scheduler:
         if output.token_ids:
             request.commit(output.token_ids, self.limits.max_model_len)
         position = request.total_len
-        error = DFlashError(
-            f"the model gave non-finite logits at position {position}",
-            id="non-finite-logits", field="position", found=position,
+        error = CheckpointError(
+            f"the target gave non-finite logits at position {position}: its weights have NaN, or are too large",
+            id="non-finite-logits", field="position", found=position, expected="finite logits",
+            hint="export the weights again",
         )  # fmt: skip
         self.fail(request, error)
         return output.token_ids

@@ -207,6 +207,21 @@ def test_two_rules_compare_a_copied_head_once(tmp_path: Path, monkeypatch: pytes
     assert compared == ["lm_head.weight"]
 
 
+@pytest.mark.parametrize("rule", ["N33", "N34", "N35", "N36", "N37"])
+def test_a_tensor_with_nan_is_compared_with_no_other(rule: str, tmp_path: Path) -> None:
+    """NaN has a rule of its own. Other layers do not differ from it."""
+    case = next(case for case in CASES if case.rule == rule)
+
+    def spoil(arrays: dict[str, Any]) -> None:
+        for name in ("layers.0.mlp.down_proj.weight", "layers.1.mlp.down_proj.weight", "norm.weight"):
+            arrays[name] = np.where(np.arange(arrays[name].size).reshape(arrays[name].shape) == 0, np.nan, arrays[name])
+
+    findings = check(replace(case, tensors=spoil), tmp_path).findings
+    found = {item.id for item in findings}
+    assert rule not in found
+    assert "N13" in found
+
+
 WRONG = (None, 3, "x", [["x"]], {"a": None})
 """A value of each JSON type."""
 
