@@ -109,6 +109,13 @@ class EngineConfig:
                 "--device-map does not go with --target-runtime native: only transformers spreads a target",
                 id="device-map-of-native-target", field="device_map", found=self.device_map,
             )  # fmt: skip
+        if self.tensor_parallel_size > 1 and self.wanted_runtime.startswith("transformers"):
+            option = "--device-map" if self.device_map is not None else f"--target-runtime {self.target_runtime}"
+            raise UsageError(
+                f"--tensor-parallel does not go with {option}: only native targets are split",
+                id="ranks-of-transformers", field="tensor_parallel_size", found=self.tensor_parallel_size,
+                hint=f"leave out {option} or --tensor-parallel",
+            )  # fmt: skip
         is_word = self.device_map is not None and self.device_map != "auto" and not self.device_map.endswith(".json")
         if is_word and not MAPPED_DEVICE.fullmatch(str(self.device_map)):
             raise UsageError(

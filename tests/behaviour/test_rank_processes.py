@@ -152,6 +152,16 @@ def test_a_hosted_target_is_refused_before_processes_start(tmp_path: Path, monke
         LLM(open_target(tmp_path), None, SPLIT)
 
 
+@pytest.mark.parametrize(
+    "other", [{"target_runtime": "transformers"}, {"target_runtime": "transformers-cache"}, {"device_map": "auto"}]
+)
+def test_options_that_ask_for_transformers_are_refused_by_name(other: dict[str, Any]) -> None:
+    with refuses(UsageError, "ranks-of-transformers", field="tensor_parallel_size", found=2) as refused:
+        replace(SPLIT, **other)
+    (name,) = other
+    assert f"--{name.replace('_', '-')}" in str(refused.value.hint)
+
+
 def test_a_prefix_store_is_refused(tmp_path: Path) -> None:
     with refuses(UsageError, "prefix-store-on-ranks"):
         open_llm(replace(SPLIT, prefix_store=str(tmp_path)))
