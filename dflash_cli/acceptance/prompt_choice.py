@@ -9,7 +9,7 @@ from dflash_cli.generation.conditions import Condition
 from dflash_cli.generation.padding import count_tokens, fit_row
 from dflash_cli.generation.prompt_sets import BUNDLED, PromptSet, default_prompts
 from dflash_cli.generation.prompt_source import PromptSource
-from dflash_cli.generation.prompts import Conversation, PromptRow, Sample, sample_rows
+from dflash_cli.generation.prompts import Conversation, PromptRow, Sample, naming_row, sample_rows
 from dflash_cli.terminal import console
 from dflash_runtime.errors import RequestError, UsageError
 from dflash_runtime.notices import Notice
@@ -201,14 +201,13 @@ def _refuse_if_all_fail(rows: Sequence[PromptRow], pair: "OpenedPair", *, chat: 
             return
         try:
             facts = pair.target.facts
-            prompt = Conversation(row).next_prompt(pair.tokenizer, chat=chat)
-            check_prompt(prompt, vocab_size=facts.vocab_size, max_model_len=facts.max_position_embeddings)
+            with naming_row(row):
+                prompt = Conversation(row).next_prompt(pair.tokenizer, chat=chat)
+                check_prompt(prompt, vocab_size=facts.vocab_size, max_model_len=facts.max_position_embeddings)
             return
         except RequestError as error:
             first = first or error
     if first is not None:
-        where = rows[0].where
-        first.message = first.message if first.message.startswith(where) else f"{where}: {first.message}"
         raise first
 
 

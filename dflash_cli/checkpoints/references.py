@@ -9,7 +9,7 @@ tiny:dspark     the bundled DSpark draft
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from importlib.resources import files
@@ -43,6 +43,8 @@ BUNDLED_DRAFTS = {
 """References of the bundled drafts, and their folders."""
 TINY_TARGET_NAME = "dflash/tiny-python-target"
 """The name of the bundled target in checkpoints."""
+HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+"""The name of a repository. A few old ones have no organisation."""
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 
 
@@ -209,6 +211,17 @@ def warn_if_hiding(folder: Path) -> None:
 def is_hub_id(reference: str) -> bool:
     """Whether a reference names a hub repository."""
     return reference not in BUNDLED_DRAFTS and not _local(reference).exists() and bool(HUB_ID.match(reference))
+
+
+def check_hub_names(names: Mapping[str, str | None]) -> None:
+    """Require that the values of these options, if given, can be names of repositories.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    for option, name in names.items():
+        if name is not None and not HUB_NAME.fullmatch(name):
+            raise UsageError(field=option, found=name, expected="a name on the hub, such as my-org/model")
 
 
 def tiny_directory() -> Path:

@@ -60,12 +60,15 @@ class CardRequest(ResultOptions):
     ] = ("vllm", "sglang")
 
     def check(self) -> None:
+        from dflash_cli.checkpoints.references import check_hub_names
+
         super().check()
         if self.output is not None and self.insert is not None:
             raise UsageError(
                 "--output and --insert name two cards", id="options-exclude-each-other", field="--insert",
                 expected="one card", hint="leave out one of them",
             )  # fmt: skip
+        check_hub_names({"--draft-name": self.draft_name, "--target-name": self.target_name})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -71,6 +71,11 @@ class ComparisonRequest(GateFileOptions, VerdictOptions):
                 hint="dflash compare OLD NEW",
             )  # fmt: skip
         self.require_gate("--gate", is_given=self.gate is not None)
+        if self.allow_unlike and self.gate is None:
+            raise UsageError(
+                "--allow-unlike says what --gate permits, which is missing", id="option-needs-another",
+                field="--allow-unlike", found=self.allow_unlike, hint="add --gate no-regression",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -5,11 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.options import ResultOptions
+from dflash_cli.terminal.options import ResultOptions, refuse_beside
 from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
 
 if TYPE_CHECKING:
     from dflash_cli.publishing.exports.export_format import Exported
+
+
+FACTS = frozenset({"draft_name", "target_name", "thinking"})
+"""Options that state a fact which the result may lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +64,15 @@ def export(request: ExportRequest) -> "Exported":
     """Make the other program's form, and write it if `output` is given.
 
     Raises:
-        CheckpointError, UsageError: the file is not a result, or the form cannot express it.
+        CheckpointError, UsageError: the file is not a result, or the form cannot express it or has no place for an
+            option.
     """
     from dflash_cli.comparing.stored_evaluation import read_evaluations
     from dflash_cli.documents.atomic_file import atomic_text, check_output
     from dflash_cli.publishing.exports.export_format import ExportPlan, find_export
 
     chosen, output = find_export(request.to), request.output
+    refuse_beside(request, sorted(FACTS - chosen.options), f"--to {request.to}, which has no place for it")
     if output is not None:
         check_output(output, force=request.force or chosen.merges)
     exported = chosen.export(

@@ -108,7 +108,10 @@ class PushRequest(RuleOptions, TargetOptions, DraftOptions):
         return self.target_name or (published if published != TINY_TARGET_NAME else None)
 
     def check(self) -> None:
+        from dflash_cli.checkpoints.references import check_hub_names
+
         super().check()
+        check_hub_names({"--target-name": self.target_name})
         if not REPO.fullmatch(self.repo):
             raise UsageError(field="ORG/REPO", found=self.repo, expected="a name on the hub, such as my-org/draft")
         if not self.message.strip():

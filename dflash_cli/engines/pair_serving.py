@@ -67,11 +67,10 @@ class JudgedPair:
         most = self._most_draft_tokens()
         if asked is not None and asked > most:
             raise UsageError(
-                f"-k: found {asked}, expected at most {most}, because the draft was trained for blocks of {most + 1}",
                 id="too-many-drafts",
                 field="--num-speculative-tokens",
                 found=asked,
-                expected=f"at most {most}",
+                expected=f"at most {most}: the draft was trained for blocks of {most + 1}",
             )
         limit, named = subject.stated.body.get("max_position_embeddings"), named_architectures(subject.config)
         kind = subject.format if isinstance(subject.format, Kind) else None

@@ -12,7 +12,8 @@ A row may also have `id`, `category`, `tools` for the chat template and, to scor
 
 import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -83,6 +84,18 @@ class PromptRow:
         under += [] if self.tools is None else [self.tools]
         text = json.dumps([self.kind, self.value, *under], ensure_ascii=False, sort_keys=True)
         return digest_text(text)
+
+
+@contextmanager
+def naming_row(row: PromptRow) -> Iterator[None]:
+    """Add the place of a row to errors of code that knows only its tokens."""
+    try:
+        yield
+    except RequestError as error:
+        if not error.message.startswith(row.where):
+            error.message = f"{row.where}: {error.message}"
+            error.args = (error.message,)
+        raise
 
 
 @dataclass(slots=True)

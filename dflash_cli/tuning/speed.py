@@ -16,7 +16,7 @@ import torch
 
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.generation.loaded_pair import PairSession
-from dflash_cli.generation.prompts import Conversation, PromptRow
+from dflash_cli.generation.prompts import Conversation, PromptRow, naming_row
 from dflash_cli.tuning.batch_speeds import (
     BatchSpeed,
     RivalSpeed,
@@ -31,6 +31,7 @@ from dflash_cli.tuning.timed_steps import check_num_steps
 from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.llm import LLM
+from dflash_runtime.scheduling.admission import check_prompt
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.warm_up import step_modes
@@ -81,15 +82,27 @@ def speed_request(
     rivals: Sequence[str] = (),
     trees: Sequence[int] = (),
 ) -> SpeedRequest:
-    """Return the request for these rows, with at most as many prompts as the rounds of the largest batch take."""
+    """Return the request for these rows, with at most as many prompts as the rounds of the largest batch take.
+
+    Raises:
+        RequestError: the model does not take a row. The message names the row.
+    """
     assert session.llm.num_draft_tokens, "a pair that drafts"
     assert min(batches) >= 1
     turns = rows[: max(batches) * num_rounds]
-    prompts = [Conversation(row).next_prompt(session.tokenizer, chat=chat) for row in turns]
+    prompts = [_prompt_of(session, row, chat=chat) for row in turns]
     return SpeedRequest(
-        prompts=prompts, batches=batches, max_new_tokens=max_new_tokens, num_rounds=num_rounds, rivals=rivals,
-        trees=sorted({*trees}),
+        prompts=prompts, batches=tuple(dict.fromkeys(batches)), max_new_tokens=max_new_tokens,
+        num_rounds=num_rounds, rivals=rivals, trees=sorted({*trees}),
     )  # fmt: skip
+
+
+def _prompt_of(session: PairSession, row: PromptRow, *, chat: bool) -> Sequence[int]:
+    limits = session.llm.limits
+    with naming_row(row):
+        prompt = Conversation(row).next_prompt(session.tokenizer, chat=chat)
+        check_prompt(prompt, vocab_size=limits.vocab_size, max_model_len=limits.max_model_len)
+    return prompt
 
 
 def measure_speeds(

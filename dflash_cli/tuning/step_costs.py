@@ -119,8 +119,9 @@ def read_step_costs(path: Path, trained: int) -> StepCosts:
     return StepCosts(plain=_as_times(times.plain, "plain", path), drafting=drafting, source=times.source or str(path))
 
 
-def check_complete(costs: StepCosts, numbers: Sequence[int], batches: Sequence[int]) -> None:
-    """Require the step times of these K and batch sizes. Narrowed blocks may lack times; then only acceptance counts.
+def check_complete(costs: StepCosts, path: Path | None, numbers: Sequence[int], batches: Sequence[int]) -> None:
+    """Require the step times of these K and batch sizes in a file. Narrowed blocks may lack times; then only acceptance
+    counts.
 
     Raises:
         UsageError: naming the field of a missing time.
@@ -128,15 +129,15 @@ def check_complete(costs: StepCosts, numbers: Sequence[int], batches: Sequence[i
     known = {item.num_speculative_tokens: times for item, times in costs.drafting.items() if item.is_resized}
     for batch in batches:
         if batch not in costs.plain:
-            raise _missing(costs, f"plain.{batch}")
+            raise _missing(path, f"plain.{batch}")
         lacking = [number for number in numbers if batch not in known.get(number, {})]
         if lacking:
-            raise _missing(costs, f"resized.{lacking[0]}.{batch}")
+            raise _missing(path, f"resized.{lacking[0]}.{batch}")
 
 
-def _missing(costs: StepCosts, field: str) -> UsageError:
+def _missing(path: Path | None, field: str) -> UsageError:
     facts: dict[str, Any] = {"field": field, "found": MISSING, "expected": "milliseconds of a step"}
-    return UsageError(id="missing-step-time", path=costs.source, **facts)
+    return UsageError(id="missing-step-time", path=path, **facts)
 
 
 def _as_times(by_batch: TimesByBatch, where: str, path: Path) -> dict[int, Times]:

@@ -102,7 +102,7 @@ def _numbers(request: TuningPlan, trained: int, given: StepCosts | None) -> Sequ
 def _at_batches(given: StepCosts, request: TuningPlan) -> StepCosts:
     """Return the times of a file at the requested batch sizes, by default at all batch sizes of the file."""
     batches = request.batches or given.batches
-    check_complete(given, request.numbers or (), batches)
+    check_complete(given, request.step_times, request.numbers or (), batches)
     return replace(given, plain={batch: given.plain[batch] for batch in batches})
 
 

@@ -31,14 +31,31 @@ class WhatIf:
 
 
 def parse_what_ifs(text: str) -> list[WhatIf]:
-    """Return the what-ifs in `draft=fp8,kv=fp8,draft=fp8+kv=fp8`. `all` means each format of each part alone.
+    """Return each what-if in `draft=fp8,kv=fp8,draft=fp8+kv=fp8` once. `all` means each format of each part alone.
 
     Raises:
-        UsageError: naming an unknown part or format.
+        UsageError: naming an unknown part or format, or a part with two formats.
     """
     if text.strip() == "all":
         return [WhatIf(((part, name),)) for part, names in FORMATS.items() for name in names]
-    return [WhatIf(tuple(_parse(item.strip()) for item in group.split("+"))) for group in text.split(",")]
+    found: dict[frozenset[tuple[str, str]], WhatIf] = {}
+    for group in text.split(","):
+        what_if = _parse_group(group)
+        found.setdefault(frozenset(what_if.formats), what_if)
+    return list(found.values())
+
+
+def _parse_group(text: str) -> WhatIf:
+    formats = tuple(_parse(item.strip()) for item in text.split("+"))
+    if len(dict(formats)) < len(formats):
+        raise UsageError(
+            id="part-twice",
+            field="--what-if",
+            found=text.strip(),
+            expected="one format of each part",
+            hint="a comma separates formats of the same part: draft=fp8,draft=int4",
+        )
+    return WhatIf(formats)
 
 
 def _parse(text: str) -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """The JSON types of Python types: the values that a type admits, how they are read, and their schema."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, fields, is_dataclass
@@ -17,6 +18,9 @@ from dflash_runtime.key_marks import HIDDEN, INLINE, NOT_REQUIRED, OPTIONAL, Lim
 from dflash_runtime.notices import Notice
 
 Defs = dict[str, Any]
+
+NUMBER = re.compile("0|[1-9][0-9]{0,18}")
+"""A key that is a number, in its only form: `01` would be the same number as `1`."""
 
 
 def head_of(kind: Any) -> tuple[tuple[str, int], tuple[str, str]]:
@@ -175,7 +179,7 @@ class _Map:
         return {self._key(key, where): read_as(self.item, item, _join(where, key)) for key, item in value.items()}
 
     def _key(self, key: str, where: str) -> str | int:
-        if self.is_numbered and not (key.isascii() and key.isdecimal()):
+        if self.is_numbered and not NUMBER.fullmatch(key):
             raise InvalidConfig(_join(where, key), key, "a whole number as the key", id="unknown-key")
         return int(key) if self.is_numbered else key
 

@@ -64,10 +64,12 @@ class ExportDocument:
 class ExportFormat(ABC):
     """A measured acceptance in the form of another program. `title` names the form.
 
-    `merges` is true if an export adds its entry to an existing file.
+    `merges` is true if an export adds its entry to an existing file. `options` are the fields of the command's request
+    that the form has a place for.
     """
 
     title: ClassVar[str]
+    options: ClassVar[frozenset[str]] = frozenset()
     merges: ClassVar[bool] = False
 
     def export(self, request: ExportPlan) -> Exported:

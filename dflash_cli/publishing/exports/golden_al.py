@@ -5,7 +5,7 @@ Source: golden_al_distribution/README.md of SemiAnalysisAI/InferenceX. Its lengt
 conditions is exported with a warning.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
@@ -22,11 +22,13 @@ from dflash_cli.publishing.exports.export_format import (
     template_options,
 )
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
+from dflash_runtime.json_values import is_int, is_number
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
 CATEGORY, ANSWER_LEN = "coding", 4096
 METADATA = "_metadata"
+FORM = "{thinking_on or thinking_off: {K: length}}"
 SWITCHES: Mapping[Any, Thinking] = {
     True: "on", "on": "on", "enabled": "on", False: "off", "off": "off", "disabled": "off",
 }  # fmt: skip
@@ -38,6 +40,7 @@ class GoldenLength(ExportFormat):
     """The length of one result, added to an existing file."""
 
     title: ClassVar[str] = "golden acceptance lengths of InferenceX"
+    options: ClassVar[frozenset[str]] = frozenset({"target_name", "thinking"})
     merges: ClassVar[bool] = True
 
     def _export(self, request: ExportPlan) -> Exported:
@@ -85,16 +88,22 @@ def _existing(request: ExportPlan) -> tuple[str | None, dict[str, Any]]:
             hint="move the comments to the head of the file",
         )
     content = read_yaml(text, "golden lengths", path)
-    wrong = next((name for name, item in content.items() if not isinstance(item, dict)), None)
-    if wrong is not None:
-        raise UsageError(
-            id="not-golden-lengths",
-            path=path,
-            field=str(wrong),
-            found=content[wrong],
-            expected="{thinking_on or thinking_off: {K: length}}",
-        )
+    for field, found in _misfits(content):
+        raise UsageError(id="not-golden-lengths", path=path, field=field, found=found, expected=FORM)
     return "".join(lines[:num_comments]), content
+
+
+def _misfits(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a file that are not as `FORM` says, with their places. Metadata may be any mapping."""
+    for model, modes in content.items():
+        if not isinstance(modes, dict):
+            yield str(model), modes
+        elif model != METADATA:
+            for mode, curve in modes.items():
+                is_curve = isinstance(curve, dict) and all(is_int(key) for key in curve)
+                lengths = curve.values() if is_curve else ()
+                if not is_curve or not all(is_number(length) for length in lengths):
+                    yield f"{model}.{mode}", curve
 
 
 def _add(request: ExportPlan, content: dict[str, Any], length: float) -> None:

@@ -22,6 +22,7 @@ class SpeculationProfile(ExportFormat):
     """The profile of one result. It covers only the measured K: other blocks give other draft tokens."""
 
     title: ClassVar[str] = "speculation_profile.json of Model-Optimizer"
+    options: ClassVar[frozenset[str]] = frozenset({"draft_name", "target_name"})
 
     def _export(self, request: ExportPlan) -> Exported:
         found = profile(request.evaluation)

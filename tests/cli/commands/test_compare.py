@@ -286,6 +286,8 @@ def test_the_gate_refuses_results_that_were_measured_otherwise(files: Path) -> N
     )
     assert allowed.code == 0
     assert support.run_main("compare", "old.json", "moved.json", *gate).code == 0
+    alone = support.run_main("compare", "old.json", "moved.json", "--allow-unlike", "torch")
+    assert (alone.code, alone.error_id, alone.field) == (2, "option-needs-another", "--allow-unlike")
 
 
 @pytest.mark.parametrize(("field", "value"), [

@@ -79,6 +79,8 @@ class TestLine:
         outcome = support.invoke("serve-command", pair[0], "--target", pair[1], "--engine", "vllm", "-k", BLOCK)
         assert (outcome.code, outcome.error_id) == (2, "too-many-drafts")
         assert outcome.error is not None
+        assert outcome.error.message.startswith(f"{outcome.field}: ")
+        assert outcome.error is not None
         assert (outcome.field, outcome.error.found) == ("--num-speculative-tokens", BLOCK)
         assert str(BLOCK - 1) in str(outcome.error.expected)
 

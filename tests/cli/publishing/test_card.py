@@ -57,6 +57,13 @@ def test_the_hubs_library_reads_the_numbers() -> None:
     assert "temperature 0.0" in card.text
 
 
+@pytest.mark.parametrize("option", ["--draft-name", "--target-name"])
+@pytest.mark.parametrize("name", ["", "a b/c", "a/b\n", "a/b/c", "../b", "a/b@v2"])
+def test_a_name_that_the_hub_does_not_take_is_refused(result: Path, option: str, name: str) -> None:
+    done = support.run_main("card", str(result), option, name)
+    assert (done.code, done.field, done.out) == (2, option, "")
+
+
 def test_a_local_pair_has_its_serve_commands(result: Path) -> None:
     settings = drawn_evaluation(draft="tiny", target="tiny").settings
     write_evaluation(result, drawn_evaluation(num_drafted=7), settings=dict(settings))

@@ -121,6 +121,21 @@ def test_a_golden_length_is_measured_on_coding_prompts_if_there_are_some() -> No
     assert support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off").notices == ("not-golden",)
 
 
+@pytest.mark.parametrize(
+    ("form", "option", "value"),
+    [
+        ("vllm-rates", "--draft-name", "a/b"),
+        ("vllm-length", "--target-name", "a/b"),
+        ("sglang-length", "--thinking", "on"),
+        ("speculation-profile", "--thinking", "off"),
+        ("golden-al", "--draft-name", "a/b"),
+    ],
+)
+def test_a_fact_without_a_place_in_the_form_is_refused(form: str, option: str, value: str) -> None:
+    done = support.run_main("export", "r.json", "--to", form, option, value)
+    assert (done.code, done.error_id, done.field) == (2, "options-exclude-each-other", option)
+
+
 def test_an_entry_of_a_golden_file_is_not_replaced() -> None:
     exported("golden-al", "--thinking", "on", "-o", "golden.yaml")
     before = Path("golden.yaml").read_text()
@@ -141,6 +156,9 @@ def test_an_entry_of_a_golden_file_is_not_replaced() -> None:
         ("m: [1\n", 2, "invalid-yaml", None),
         ("- 1\n", 2, "not-a-mapping", None),
         ("m: 1\n", 2, "not-golden-lengths", "m"),
+        ("target:\n  thinking_on: 3.0\n", 2, "not-golden-lengths", "target.thinking_on"),
+        ("m:\n  thinking_on:\n    '4': 2.8\n", 2, "not-golden-lengths", "m.thinking_on"),
+        ("m:\n  thinking_on:\n    4: [2.8]\n", 2, "not-golden-lengths", "m.thinking_on"),
         ("\xff\n", 2, "not-utf-8", None),
         ("_metadata:\n  draft-model: other\nm: {}\n", 2, "other-draft", "draft-model"),
     ],

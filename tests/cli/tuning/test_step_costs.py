@@ -17,7 +17,7 @@ from dflash_cli.tuning.step_costs import check_complete, read_step_costs
 from dflash_cli.tuning.step_timing import measure_step_costs, num_timed_rounds
 from dflash_runtime.documents import to_json
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.errors import MISSING, CheckpointNotFound, UsageError
+from dflash_runtime.errors import MISSING, CheckpointNotFound, RequestError, UsageError
 from dflash_testing.dumps import rows_of
 from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
@@ -62,6 +62,8 @@ def test_written_times_are_read_again(tmp_path: Path) -> None:
         ({**TIMES, "plain": {"1": 1e6}}, "wrong-value", "plain.1"),
         ({**TIMES, "plain": {"1": [5, True]}}, "wrong-value", "plain.1[1]"),
         ({**TIMES, "resized": {"7": {"x": 5}}}, "unknown-key", "resized.7.x"),
+        ({**TIMES, "plain": {"1": 5, "01": 6}}, "unknown-key", "plain.01"),
+        ({**TIMES, "plain": {"1" * 5000: 5}}, "unknown-key", "plain." + "1" * 5000),
         ({**TIMES, "resized": {"0": {"1": 5}}}, "key-below-one", "resized.0"),
         ({"kind": "tune"}, "wrong-value", "document"),
     ],
@@ -80,11 +82,27 @@ def test_an_absent_file_is_refused(tmp_path: Path) -> None:
 
 def test_missing_step_times_are_refused(tmp_path: Path) -> None:
     costs = read_step_costs(written(tmp_path, TIMES), 7)
-    check_complete(costs, [7], [1, 8])
-    with refuses(UsageError, "missing-step-time", field="plain.4", found=MISSING):
-        check_complete(costs, [7], [4])
-    with refuses(UsageError, "missing-step-time", field="resized.3.8", found=MISSING):
-        check_complete(costs, [3, 7], [1, 8])
+    file = tmp_path / "times.json"  # the times state another source
+    check_complete(costs, file, [7], [1, 8])
+    with refuses(UsageError, "missing-step-time", path=file, field="plain.4", found=MISSING):
+        check_complete(costs, file, [7], [4])
+    with refuses(UsageError, "missing-step-time", path=file, field="resized.3.8", found=MISSING):
+        check_complete(costs, file, [3, 7], [1, 8])
+
+
+def test_a_prompt_that_the_model_does_not_take_is_named() -> None:
+    session = open_session(TINY, None, smallest(EngineConfig(device="cpu")))
+    for prompt, id in (([5] * 4000, "prompt-too-long"), ([99999], "token-id-out-of-range"), ([], "empty-prompt")):
+        rows = rows_of([[5, 6, 7], prompt])
+        with refuses(RequestError, id) as refused:
+            speed_request(session, rows, [2], max_new_tokens=16, num_rounds=1, chat=False)
+        assert refused.value.message.startswith(f"{rows[1].where}: ")
+
+
+def test_a_batch_size_is_measured_once() -> None:
+    session = open_session(TINY, None, smallest(EngineConfig(device="cpu")))
+    request = speed_request(session, rows_of([[5, 6, 7]]), [4, 1, 4], max_new_tokens=16, num_rounds=1, chat=False)
+    assert request.batches == (4, 1)
 
 
 def test_every_candidate_is_timed_as_often_as_asked() -> None:
@@ -104,7 +122,7 @@ def test_every_candidate_is_timed_as_often_as_asked() -> None:
 def test_the_example_file_of_step_times_is_complete() -> None:
     """The times are from one H200, for a draft with blocks of 16. docs/how-to/tuning.md shows them."""
     costs = read_step_costs(ROOT / "examples" / "step_times" / "qwen3-8b-h200.json", 15)
-    check_complete(costs, (1, 3, 7, 15), (1, 8, 32))
+    check_complete(costs, None, (1, 3, 7, 15), (1, 8, 32))
     assert set(costs.drafting) == set(candidates_for((1, 3, 7), 15))
     shown = re.sub(r" \[[^]]*\]", "", documentation.text("tuning"))
     rows = [line.split() for line in shown.splitlines()]

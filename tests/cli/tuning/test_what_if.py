@@ -51,6 +51,14 @@ def test_parts_and_formats_are_parsed() -> None:
             parse_what_ifs(text)
 
 
+def test_a_part_has_one_format_and_each_what_if_is_measured_once() -> None:
+    for text in ("draft=fp8+draft=int4", "kv=fp8,draft=fp8+kv=fp8+draft=fp8"):
+        with refuses(UsageError, "part-twice", field="--what-if", found=text.rpartition(",")[2]):
+            parse_what_ifs(text)
+    found = parse_what_ifs("draft=fp8,draft=fp8+kv=fp8,draft=fp8,kv=fp8+draft=fp8")
+    assert [item.name for item in found] == ["draft=fp8", "draft=fp8+kv=fp8"]
+
+
 def test_a_rounded_draft_changes_acceptance_and_no_text(session: PairSession) -> None:
     before, _ = answers(session.llm.pair)
     after, _ = answers(pair_of(session, "draft=int4"))
