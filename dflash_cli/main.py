@@ -270,6 +270,12 @@ OUTPUT_FAULTS: dict[int, tuple[type[DFlashError], str, str]] = {
     errno.EIO: (CapacityError, "device-fails", "the device does not read or write"),
 }
 """Errors of the system about files -> error, id and text."""
+LOST_NAMES = (
+    "ESTALE", "ETIMEDOUT", "ENOTCONN", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "EUCLEAN", "ENODEV", "ENXIO",
+    "ENOMEDIUM", "ELOOP", "EMFILE", "ENFILE",
+)  # fmt: skip
+LOST = frozenset(getattr(errno, name) for name in LOST_NAMES if hasattr(errno, name))
+"""Errors of a disk, a network disk or a system at its limit, which no program causes. Not every system has them all."""
 OUTPUT_HINT = "make room there, or name an output on another disk"
 TYPER_USAGE_ERROR: Any = typer.BadParameter.__base__
 """The base class of Typer's usage errors, which Typer does not export."""
@@ -347,8 +353,10 @@ def _foreseen(error: Exception) -> DFlashError | None:
         kind, id, text = OUTPUT_FAULTS.get(error.errno or 0, other)
         notes = getattr(error, "__notes__", [OUTPUT_HINT])
         return kind(text, id=id, path=error.filename or "stdout", hint=notes[0])
+    if isinstance(error, OSError) and error.errno in LOST:
+        return unreadable(error.filename, error)
     is_of_torch = isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError"
-    if is_of_torch or isinstance(error, MemoryError):
+    if is_of_torch or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         text = str(error).splitlines()[0] if is_of_torch else "out of memory"
         return CapacityError(text, id="out-of-memory", hint="lower --concurrency or --max-model-len")
     return None

@@ -37,7 +37,7 @@ def check_parent(path: Path) -> None:
     if str(path) == "-":
         raise UsageError(
             "is no file name here", id="output-is-dash", path=path, found="-", expected="a file name",
-            hint="name a file; for stdout leave out --output, or name /dev/stdout",
+            hint="name a file; commands that can print do so without --output",
         )  # fmt: skip
     parent = path.absolute().parent
     a_file = next((item for item in (path.parent, *path.parent.parents) if item.exists() and not item.is_dir()), None)

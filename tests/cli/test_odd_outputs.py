@@ -1,9 +1,11 @@
 """An output that the system does not write ends a command in one line, with the documented exit code."""
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +129,32 @@ def test_a_pull_into_a_folder_that_cannot_be_made(server: hub.LocalHub, tmp_path
         (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
         assert said in line
         assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EMFILE])
+@pytest.mark.parametrize("call", ["iterdir", "stat", "open"])
+def test_a_disk_that_is_lost_ends_in_one_line(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a command reads or asks of a file when the system loses it."""
+    source, real = support.make_native(tmp_path / "source"), getattr(Path, call)
+
+    def lose(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == source or source in path.parents:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, call, lose)
+    for arguments in (
+        ("inspect", source),
+        ("lock", source, "-t", "tiny"),
+        ("convert", source, "out", "--to", "native"),
+    ):
+        done = support.run_main(*arguments)
+        assert done.error is not None, done
+        assert done.code == 4, done
+        assert "\n" not in done.error.message
+        assert not Path("out").exists()
 
 
 def test_errors_of_writers_name_the_output_and_stay_errors_of_the_system(tmp_path: Path) -> None:
