@@ -271,6 +271,7 @@ def replay(request: ReplayRequest) -> Evaluation:
         measured=ReplayRun(
             **fields_of(RunFacts.here(device_name(ready.placement.device))),
             draft=identify(request.draft.checkpoint, request.draft_reference),
+            draft_method=request.draft.format.serve_method,
             target=request.dump.target,
             head_from=None
             if head is None

@@ -109,7 +109,7 @@ def card(request: CardRequest) -> WrittenCard:
     Raises:
         CheckpointNotFound, CheckpointError, UsageError: a file is absent or is not a result, or the output exists.
     """
-    from dflash_cli.comparing.stored_evaluation import read_evaluations
+    from dflash_cli.comparing.stored_evaluation import read_evaluations, refuse_without_draft
     from dflash_cli.documents.atomic_file import check_output, write_whole
     from dflash_cli.documents.reading import read_text
     from dflash_cli.publishing.card_insertion import insert_card
@@ -124,6 +124,7 @@ def card(request: CardRequest) -> WrittenCard:
             hint=f"write one with: dflash card {request.result} -o {insert}",
         )  # fmt: skip
     stored = read_evaluations([request.result])[0]
+    refuse_without_draft(stored)
     commands = _serve_commands(stored, ",".join(request.engine), request.draft_name, request.target_name)
     made = make_card(stored, commands, name=request.draft_name, base_model=request.target_name)
     written = insert_card(read_text(insert) if insert is not None else "", made, insert)

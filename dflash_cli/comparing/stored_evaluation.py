@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
+from dflash_cli.acceptance.curve_shape import lookup_of
 from dflash_cli.acceptance.intervals.statistics import Summary
 from dflash_cli.comparing.measured_result import HOW_TO_WRITE, ResultFile
 from dflash_runtime.errors import UsageError
@@ -79,6 +80,24 @@ def _read(file: ResultFile) -> Evaluation:
     if not evaluation.total.counts.num_drafts or not evaluation.total.counts.num_speculative_tokens:
         raise file.refuse("no step has draft tokens, so the file holds no acceptance", HOW_TO_WRITE, id="no-steps")
     return evaluation
+
+
+def refuse_without_draft(stored: StoredEvaluation) -> None:
+    """Require that a draft model made the draft tokens.
+
+    Raises:
+        UsageError: naming the lookup that made them.
+    """
+    lookup = lookup_of(stored.evaluation.settings)
+    if lookup is not None:
+        raise UsageError(
+            f"{stored.name}: measured with --drafting {lookup}, expected a draft model, which this names",
+            id="no-draft-model",
+            field="drafting",
+            found=lookup,
+            expected="model",
+            hint="dflash report shows the result",
+        )
 
 
 def refuse_capped(stored: StoredEvaluation) -> None:

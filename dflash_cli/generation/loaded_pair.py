@@ -94,6 +94,7 @@ class OpenedPair:
         return PairRun(
             **fields_of(RunFacts.here(device)),
             draft=self.identities.get("draft"),
+            draft_method=None if self.draft is None else self.draft.format.serve_method,
             target=self.identities["target"],
             template_digest=self.template_digest,
             max_num_requests=config.max_num_requests,

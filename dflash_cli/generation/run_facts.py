@@ -17,6 +17,8 @@ from dflash_runtime.documents import OPTIONAL, fields_of
 
 PACKAGES = ("dflash-cli", "torch", "transformers", "safetensors", "tokenizers", "triton", "accelerate", "numpy")
 
+DraftMethod = Annotated[str | None, OPTIONAL, "the name that engines give this way of drafting"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
@@ -59,6 +61,7 @@ class PairRun(RunFacts):
     """Facts about a run of a loaded pair."""
 
     draft: Identity | None
+    draft_method: DraftMethod = None
     target: Identity
     template_digest: Annotated[str | None, "of the chat template"]
     max_num_requests: int
@@ -113,6 +116,7 @@ class ReplayRun(RunFacts):
     """Facts about a replay."""
 
     draft: Identity
+    draft_method: DraftMethod = None
     target: Annotated[Identity | None, "if the dump names it"]
     head_from: Annotated[BorrowedEnds | None, "the checkpoint that provides the draft's embedding and head"]
     dump: DumpSource

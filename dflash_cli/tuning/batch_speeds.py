@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from dflash_cli.acceptance.intervals.statistics import Interval, value_text
 from dflash_cli.generation.prompt_source import PromptSource
 from dflash_cli.generation.run_facts import PairRun
-from dflash_cli.tuning.round_intervals import mean_interval
+from dflash_cli.tuning.round_intervals import time_interval
 from dflash_cli.tuning.step_parts import StepParts
 from dflash_runtime.documents import NOT_REQUIRED, computed_key
 from dflash_runtime.errors import GateFailed
@@ -34,7 +34,7 @@ class Speed:
             tokens_per_second=num_tokens / seconds,
             step_ms=1000 * seconds / num_steps,
             tokens_per_step=num_tokens / num_steps / batch,
-            step_ms_interval=mean_interval(step_times(windows)),
+            step_ms_interval=time_interval(step_times(windows)),
         )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, stdev
 
 from dflash_cli.acceptance.intervals.statistics import Interval
@@ -21,3 +22,9 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> In
     """Return the interval of the mean, or None for a single value."""
     half = half_width(values, confidence)
     return None if math.isinf(half) else Interval(fmean(values) - half, fmean(values) + half, confidence)
+
+
+def time_interval(times: Sequence[float]) -> Interval | None:
+    """Return the interval of the mean of times, which is never below 0; None for a single time."""
+    found = mean_interval(times)
+    return None if found is None else replace(found, low=max(0.0, found.low))

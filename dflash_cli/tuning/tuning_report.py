@@ -15,7 +15,7 @@ from dflash_cli.generation.run_facts import EvaluationRun
 from dflash_cli.terminal.shown import Table
 from dflash_cli.tuning.budget_gain import BudgetGain
 from dflash_cli.tuning.candidates import Candidate
-from dflash_cli.tuning.round_intervals import mean_interval
+from dflash_cli.tuning.round_intervals import time_interval
 from dflash_cli.tuning.speedups import Choice, Speedup
 from dflash_cli.tuning.step_costs import StepTimes, Times
 from dflash_cli.tuning.tuned_engines import EngineSettings
@@ -335,7 +335,7 @@ def _split(batches: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 def _time(times: Times) -> str:
-    return _number(fmean(times), mean_interval(times))
+    return _number(fmean(times), time_interval(times))
 
 
 def _mark(choice: Choice, candidate: Candidate) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.comparing.stored_evaluation import StoredEvaluation, refuse_capped
+from dflash_cli.comparing.stored_evaluation import StoredEvaluation, refuse_capped, refuse_without_draft
 from dflash_cli.terminal.shown import MAX_ROWS, Shown
 from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.phrases import shorten
@@ -76,8 +76,10 @@ class ExportFormat(ABC):
         """Return the result in this form.
 
         Raises:
-            UsageError: steps did not verify all draft tokens, or the result lacks a fact that the form needs.
+            UsageError: steps did not verify all draft tokens, no draft model made them, or the result lacks a fact that
+                the form needs.
         """
+        refuse_without_draft(request.stored)
         refuse_capped(request.stored)
         exported, foreign = self._export(request), request.evaluation.prompts.warning
         return exported if foreign is None else Exported(exported.text, (foreign, *exported.warnings))
@@ -97,6 +99,11 @@ def find_export(name: str) -> ExportFormat:
     """
     EXPORTS.discover(PACKAGE)
     return EXPORTS[name]()
+
+
+def method_of(evaluation: Evaluation) -> str:
+    """Return the name that engines give the way of drafting. Results of earlier releases lack it."""
+    return evaluation.measured.draft_method or "dflash"
 
 
 def name_of(evaluation: Evaluation, role: str) -> str | None:

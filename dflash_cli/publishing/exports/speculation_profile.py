@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
 from dflash_cli.generation.run_facts import EvaluationRun
-from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportPlan
+from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportPlan, method_of
 from dflash_runtime.documents import to_json
 
 DRAFT = "draft: after NVIDIA/Model-Optimizer#2313, #2247, #2315 and #2316, which are open; fields may change"
@@ -43,12 +43,12 @@ def profile(evaluation: Evaluation) -> dict[str, Any]:
         "schema_version": "1.0",
         "status": DRAFT,
         "measured": True,
-        "method": "dflash",
+        "method": method_of(evaluation),
         "draft_checkpoint": measured["draft"],
         "target_model": measured["target"],
         "num_speculative_tokens": counts.num_speculative_tokens,
         "block_size": _trained_block(evaluation),
-        "max_supported_k": (_trained_block(evaluation) or counts.num_speculative_tokens + 1) - 1,
+        "max_supported_k": counts.num_speculative_tokens,
         "verification_method": "longest_prefix",
         "conditional_accept_rates": [round(rate or 0.0, 6) for rate in total.per_pos_conditional_rates],
         "marginal_accept_rates": marginal,
@@ -68,9 +68,10 @@ def profile(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _trained_block(evaluation: Evaluation) -> int | None:
-    """Return the draft's trained block size, or None if the run set its own K."""
+    """Return the draft's trained block size. None if the run set its own K, or the block lacks the anchor's row."""
+    has_anchor = method_of(evaluation) == "dflash"
     engine = evaluation.measured.engine if isinstance(evaluation.measured, EvaluationRun) else {}
-    is_trained = "num_draft_tokens" in engine and engine["num_draft_tokens"] is None
+    is_trained = "num_draft_tokens" in engine and engine["num_draft_tokens"] is None and has_anchor
     return evaluation.total.counts.num_speculative_tokens + 1 if is_trained else None
 
 

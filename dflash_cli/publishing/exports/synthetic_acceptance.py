@@ -8,7 +8,7 @@ import shlex
 from typing import Any, ClassVar
 
 from dflash_cli.acceptance.acceptance_report import Evaluation
-from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportPlan, name_of
+from dflash_cli.publishing.exports.export_format import EXPORTS, Exported, ExportFormat, ExportPlan, method_of, name_of
 
 DIGITS = 4
 
@@ -76,7 +76,7 @@ def acceptance_len(evaluation: Evaluation) -> float:
 
 def _speculative_config(request: ExportPlan, acceptance: dict[str, Any]) -> str:
     config = {
-        "method": "dflash",
+        "method": method_of(request.evaluation),
         "model": name_of(request.evaluation, "draft"),
         "num_speculative_tokens": request.evaluation.total.counts.num_speculative_tokens,
         "rejection_sample_method": "synthetic",

@@ -56,6 +56,27 @@ def test_vllm_gets_marginal_rates_or_the_length() -> None:
     assert "synthetic_acceptance_rates" not in length
 
 
+@pytest.mark.parametrize(("draft", "method", "block"), [("tiny", "dflash", 8), ("tiny:dspark", "dspark", None)])
+def test_the_method_is_the_one_of_the_serve_command(draft: str, method: str, block: int | None) -> None:
+    done = support.run_main("eval-acceptance", draft, "--num-prompts", "2", "-n", "8", "--json")
+    Path("r.json").write_text(done.out)
+    served = support.run_main("serve-command", draft, "--engine", "vllm").out
+    for text in (served, exported("vllm-rates"), exported("vllm-length")):
+        words = shlex.split(text)
+        assert json.loads(words[words.index("--speculative-config") + 1])["method"] == method
+    profile = json.loads(exported("speculation-profile"))
+    assert (profile["method"], profile["block_size"]) == (method, block)
+    assert profile["max_supported_k"] == profile["num_speculative_tokens"]
+
+
+@pytest.mark.parametrize("command", ["card", "export"])
+def test_a_result_without_a_draft_model_is_refused(command: str) -> None:
+    done = support.run_main("eval-acceptance", "-t", "tiny", "--drafting", "ngram", "--num-prompts", "2", "--json")
+    Path("r.json").write_text(done.out)
+    refused = support.run_main(command, "r.json", *(("--to", "vllm-rates") if command == "export" else ()))
+    assert (refused.code, refused.error_id, refused.field) == (2, "no-draft-model", "drafting")
+
+
 def test_sglangs_length_includes_the_bonus_and_tensorrts_does_not() -> None:
     assert exported("tensorrt-llm-length") == "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS=1.8\n"
     assert exported("sglang-length").splitlines()[0] == "SGLANG_SIMULATE_ACC_LEN=2.8"
