@@ -23,6 +23,7 @@ from dflash_cli.terminal.sampling_options import RivalOptions, SamplingOptions
 from dflash_cli.terminal.tables import print_table
 from dflash_cli.tuning.what_if import parse_what_ifs
 from dflash_runtime.engine_config import MAX_TREE_NODES
+from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
@@ -119,6 +120,11 @@ class TuningRequest(
     def check(self) -> None:
         super().check()
         _check_engines(self.engine)
+        if self.max_new_tokens < 2:
+            raise UsageError(
+                field="--max-new-tokens", found=self.max_new_tokens,
+                expected="2 or more: a prompt's own pass gives the first token, and no verify step",
+            )  # fmt: skip
         if self.tree:
             refuse_beside(self, ("budget",), "--tree: a row budget shares out the rows of blocks")
         if self.what_if is not None:

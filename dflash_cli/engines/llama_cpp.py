@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, ClassVar
 
 from dflash_cli.engines.config_class import EngineStops
@@ -26,6 +26,7 @@ from dflash_cli.engines.serving_engine import (
     ServeCommand,
     ServedPair,
     ServingEngine,
+    file_name_of,
     problem_of_causality,
     words_of,
 )
@@ -250,4 +251,4 @@ def llama_applies_no_scale(subject: Subject) -> Iterator[Problem]:
 
 
 def _gguf(reference: str) -> str:
-    return PurePath(reference.partition("@")[0]).name + ".gguf"
+    return f"{file_name_of(reference)}.gguf"

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
+from pathlib import PurePath
 from typing import Any, ClassVar, Literal
 
 from dflash_cli.engines.config_class import EngineStops
@@ -335,6 +336,11 @@ def repairable_causality(name: str, subject: Subject) -> Iterator[Problem]:
     is_one = subject.stated.states_causality and len(set(trained)) == 1
     if problem is not None:
         yield replace(problem, repair=subject.stated.change("causal", trained[0]) if is_one else {})
+
+
+def file_name_of(reference: str) -> str:
+    """The last name of a reference, for a file in a command: no option begins like it."""
+    return PurePath(reference.partition("@")[0]).name.lstrip("-") or "draft"
 
 
 def words_of(options: Mapping[str, object]) -> list[str]:

@@ -8,7 +8,6 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import PurePath
 from typing import ClassVar
 
 from dflash_cli.engines.serving_engine import (
@@ -17,6 +16,7 @@ from dflash_cli.engines.serving_engine import (
     ServeCommand,
     ServedPair,
     ServingEngine,
+    file_name_of,
     problem_of_causality,
     words_of,
 )
@@ -101,7 +101,7 @@ class TensorrtLlm(ServingEngine):
             del speculative["draft_len_schedule"]
         stated = [f"  {key}: {value}" for key, value in speculative.items() if value is not None]
         lines = ["speculative_config:", *stated, "kv_cache_config:", "  enable_block_reuse: false"]
-        file = f"{PurePath(pair.draft.partition('@')[0]).name}-tensorrt-llm.yaml"
+        file = f"{file_name_of(pair.draft)}-tensorrt-llm.yaml"
         write = f"printf '%s\\n' {shlex.join(lines)} > {shlex.quote(file)}"
         serve = ["trtllm-serve", pair.target, "--config", file]
         serve += words_of({"--max_seq_len": pair.context_limit})

@@ -13,7 +13,7 @@ from dflash_cli.tuning.candidates import Candidate
 from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.device.setup.settings import resolve_limits
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.errors import RequestError, error_of
+from dflash_runtime.errors import RequestError, UsageError, error_of
 from dflash_runtime.llm import LLM
 
 
@@ -43,6 +43,7 @@ def measure_candidate(
 
     Raises:
         RequestError: a prompt cannot be served. All candidates must run on the same prompts.
+        UsageError: no answer has a verify step.
         DFlashError: a prompt fails for another reason, such as NaN in the weights.
     """
     if session.llm.device.type == "cuda":
@@ -62,5 +63,14 @@ def measure_candidate(
             id="candidate-prompt-failed",
             field=candidate.name,
             hint=told if kind is RequestError else None,
+        )
+    if not found.total.counts.num_drafts:
+        raise UsageError(
+            f"{candidate.name}: every answer ended before its first verify step, so nothing was measured",
+            id="no-steps",
+            field="--max-new-tokens",
+            found=request.params.max_new_tokens,
+            expected="answers with verify steps; the prompt's own pass gives the first token",
+            hint="raise --max-new-tokens, or give other prompts",
         )
     return found

@@ -107,6 +107,12 @@ class TestLine:
         assert words[2] == str(pair[1])
         assert json.loads(words[4])["model"] == str(pair[0])
 
+    @pytest.mark.parametrize(("engine", "option"), [("llama.cpp", "-md"), ("tensorrt-llm", "--config")])
+    def test_no_file_is_taken_for_an_option(self, engine: str, option: str, tmp_path: Path) -> None:
+        pair = support.make_native(tmp_path / "-dflash"), support.make_target(tmp_path / "target")
+        words = shlex.split(line(pair, engine))
+        assert words[words.index(option) + 1].startswith("dflash")
+
     def test_json(self, pair: tuple[Path, Path]) -> None:
         (document,) = json.loads(line(pair, "sglang", "--json"))["serve_commands"]
         assert document["num_draft_tokens"] == BLOCK - 1

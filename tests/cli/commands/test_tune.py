@@ -247,6 +247,7 @@ def test_a_file_with_a_k_beyond_the_draft_s_is_named_with_those_that_fit(tmp_pat
         (["--resume"], "--resume", None),
         (["--confidence", "1"], "--confidence", 1.0),
         (["--what-if", "draft=fp7"], "--what-if", "draft=fp7"),
+        (["--max-new-tokens", "1"], "--max-new-tokens", 1),
     ],
 )
 def test_invalid_options_are_refused(

@@ -61,6 +61,13 @@ def test_a_candidate_is_the_run_with_its_options(
     assert sum(item.num_steps for item in found.conversations) > 8
 
 
+def test_answers_without_a_step_measure_nothing() -> None:
+    """As answers that are one stop token."""
+    none = replace(request_for(1), params=SamplingParams(max_new_tokens=1))
+    with refuses(UsageError, "no-steps", field="--max-new-tokens", found=1):
+        measure_candidate(open_session(TINY, None, smallest(EXACT)), Candidate(7, "whole"), none, EXACT)
+
+
 def test_a_prompt_that_cannot_be_served_ends_the_run() -> None:
     long = replace(request_for(1), rows=rows_of([list(range(5, 400)) * 6]))
     with refuses(RequestError, "candidate-prompt-failed", field="whole-7") as error:
