@@ -15,10 +15,11 @@ from dflash_runtime.json_values import is_number
 
 @dataclass(frozen=True, slots=True)
 class StoredEvaluation:
-    """An evaluation, named after its file."""
+    """An evaluation and its file, after which it is named."""
 
     name: str
     evaluation: Evaluation
+    path: Path
 
 
 def read_evaluations(paths: Sequence[Path]) -> list[StoredEvaluation]:
@@ -28,7 +29,7 @@ def read_evaluations(paths: Sequence[Path]) -> list[StoredEvaluation]:
         CheckpointNotFound: a file does not exist.
         UsageError: a file is not such a document, or its run had no draft or no steps.
     """
-    return [StoredEvaluation(path.stem, _read(ResultFile(path))) for path in paths]
+    return [StoredEvaluation(path.stem, _read(ResultFile(path)), path) for path in paths]
 
 
 def read_evaluation(file: ResultFile) -> Evaluation:
@@ -91,8 +92,9 @@ def refuse_without_draft(stored: StoredEvaluation) -> None:
     lookup = lookup_of(stored.evaluation.settings)
     if lookup is not None:
         raise UsageError(
-            f"{stored.name}: measured with --drafting {lookup}, expected a draft model, which this names",
+            f"measured with --drafting {lookup}, expected a draft model, which this names",
             id="no-draft-model",
+            path=stored.path,
             field="drafting",
             found=lookup,
             expected="model",
@@ -109,9 +111,10 @@ def refuse_capped(stored: StoredEvaluation) -> None:
     counts = stored.evaluation.total.counts
     if counts.is_capped:
         raise UsageError(
-            f"{stored.name}: steps verified {counts.draft_tokens_per_step:.1f} of {counts.num_speculative_tokens} "
+            f"steps verified {counts.draft_tokens_per_step:.1f} of {counts.num_speculative_tokens} "
             "draft tokens, expected all: acceptance of the unverified tokens is unknown",
             id="capped-result",
+            path=stored.path,
             field="num_speculative_tokens",
             found=counts.draft_tokens_per_step,
             expected=str(counts.num_speculative_tokens),

@@ -49,8 +49,9 @@ class GoldenLength(ExportFormat):
         length = summary.counts.acceptance_len
         if length is None:
             raise UsageError(
-                f"{request.stored.name}: category {CATEGORY} lacks verify steps",
+                f"category {CATEGORY} lacks verify steps",
                 id="no-steps",
+                path=request.stored.path,
                 field=f"categories.{CATEGORY}",
             )
         head, content = _existing(request)
@@ -159,8 +160,9 @@ def _thinking(request: ExportPlan) -> Thinking:
     found = request.thinking or next((word for switch, word in SWITCHES.items() if switch == stated), None)
     if found is None:
         raise UsageError(
-            f"{request.stored.name}: the result does not state whether the model was thinking",
+            "the result does not state whether the model was thinking",
             id="thinking-unknown",
+            path=request.stored.path,
             field="--thinking",
             found=MISSING,
             hint="pass --thinking on or --thinking off",

@@ -174,7 +174,7 @@ def test_a_result_with_unverified_positions_is_refused(tmp_path: Path) -> None:
     evaluation = drawn_evaluation()
     verified = [evaluation.total.counts.num_drafts] * 3 + [0]
     (stored,) = read_evaluations([write_evaluation(tmp_path / "c.json", evaluation, per_pos_verified=verified)])
-    with refuses(UsageError, "capped-result", found=3.0, expected="4"):
+    with refuses(UsageError, "capped-result", path=tmp_path / "c.json", found=3.0, expected="4"):
         refuse_capped(stored)
 
 

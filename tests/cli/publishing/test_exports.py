@@ -206,6 +206,8 @@ def test_thinking_has_to_be_stated(settings: dict[str, Any]) -> None:
     write_evaluation(Path("r.json"), drawn_evaluation(**settings))
     done = support.run_main("export", "r.json", "--to", "golden-al")
     assert (done.code, done.error_id, done.field) == (2, "thinking-unknown", "--thinking")
+    assert done.error is not None
+    assert str(done.error.path) == "r.json"
 
 
 @pytest.mark.parametrize(
