@@ -15,7 +15,8 @@ from dflash_cli.main import COMMANDS
 from dflash_cli.terminal import documentation
 from dflash_cli.terminal.command_line import COMMON, JSON, Entry, load_command
 from dflash_cli.terminal.help_page import GROUPS, usage_pieces
-from dflash_cli.terminal.requests import Parameter, parameters_of
+from dflash_cli.terminal.parameters import Parameter
+from dflash_cli.terminal.requests import parameters_of
 
 HEAD = """# Commands
 

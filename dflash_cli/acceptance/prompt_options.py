@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from dflash_cli.generation.conditions import Condition, make_conditions, parse_tokens
 from dflash_cli.terminal.options import PromptOptions
-from dflash_cli.terminal.requests import MEASURING, PROMPTS, Option
+from dflash_cli.terminal.parameters import MEASURING, PROMPTS, Option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.terminal import console
+from dflash_cli.terminal.parameters import MEASURING, Option
 from dflash_cli.terminal.progress import working
-from dflash_cli.terminal.requests import MEASURING, Option, Request
+from dflash_cli.terminal.requests import Request
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 from dflash_cli.terminal import console
 from dflash_cli.terminal.engine_options import EngineOptions
 from dflash_cli.terminal.options import GateFileOptions, PairOptions, PromptOptions, ReadingOptions
+from dflash_cli.terminal.parameters import ESSENTIALS, MEASURING, Option
 from dflash_cli.terminal.progress import Meter
-from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option, verb
+from dflash_cli.terminal.requests import verb
 from dflash_cli.terminal.sampling_options import DraftedOptions, RivalOptions, SeedOptions
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_cli.terminal.tables import print_table

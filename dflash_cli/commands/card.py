@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ResultOptions
-from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
+from dflash_cli.terminal.parameters import ESSENTIALS, Option
+from dflash_cli.terminal.requests import verb
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import CheckpointNotFound, DFlashError, UsageError
 from dflash_runtime.notices import Notice

@@ -13,8 +13,9 @@ from dflash_cli.conversion.spec import ConversionSpec, Verification
 from dflash_cli.formats.dialect import get_writable, writable_words
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions, ReadingOptions
+from dflash_cli.terminal.parameters import ESSENTIALS, SIZE, Argument, Option, parse_size
 from dflash_cli.terminal.progress import bars
-from dflash_cli.terminal.requests import ESSENTIALS, SIZE, Argument, Option, parse_size, verb
+from dflash_cli.terminal.requests import verb
 from dflash_runtime.documents import copy_fields, fields_of
 from dflash_runtime.errors import UsageError, hinting
 

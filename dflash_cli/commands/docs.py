@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from dflash_cli.terminal import console, documentation
-from dflash_cli.terminal.requests import Argument, Request
+from dflash_cli.terminal.parameters import Argument
+from dflash_cli.terminal.requests import Request
 
 
 @dataclass(frozen=True, kw_only=True)

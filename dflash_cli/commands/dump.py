@@ -11,7 +11,8 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.engine_options import ConcurrencyOptions, EngineOptions
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
 from dflash_cli.terminal.options import TARGET_HELP, PromptOptions, ResumeOptions
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.parameters import ESSENTIALS, Argument, Option
+from dflash_cli.terminal.requests import verb
 from dflash_cli.terminal.sampling_options import SamplingOptions
 from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import plural

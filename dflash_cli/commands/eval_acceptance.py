@@ -24,7 +24,8 @@ from dflash_cli.terminal.options import (
     ResumableOptions,
     refuse_beside,
 )
-from dflash_cli.terminal.requests import ENGINE, MEASURING, OUTPUT, Option, verb
+from dflash_cli.terminal.parameters import ENGINE, MEASURING, OUTPUT, Option
+from dflash_cli.terminal.requests import verb
 from dflash_cli.terminal.sampling_options import BlockOptions, LookupOptions
 from dflash_cli.terminal.tables import print_table
 from dflash_cli.terminal.tree_options import TreesOptions

@@ -10,7 +10,8 @@ from dflash_cli.rules.rule import GENERIC_WORDS, Rule, Severity, all_rules, fill
 from dflash_cli.rules.rule_document import ExplainDocument, RuleEntry, RuleListDocument
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import refuse_beside
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, Request, verb
+from dflash_cli.terminal.parameters import ESSENTIALS, Argument, Option
+from dflash_cli.terminal.requests import Request, verb
 from dflash_cli.terminal.shown import Shown, Table
 from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import guess

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ResultOptions, refuse_beside
-from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
+from dflash_cli.terminal.parameters import ESSENTIALS, Option
+from dflash_cli.terminal.requests import verb
 
 if TYPE_CHECKING:
     from dflash_cli.publishing.exports.export_format import Exported

@@ -21,7 +21,8 @@ from dflash_cli.terminal.options import (
     ReadingOptions,
     refuse_beside,
 )
-from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, OUTPUT, Argument, Option, verb
+from dflash_cli.terminal.parameters import DRAFTING, ESSENTIALS, OUTPUT, Argument, Option
+from dflash_cli.terminal.requests import verb
 from dflash_cli.terminal.sampling_options import DraftingOptions
 from dflash_cli.terminal.shown import Shown
 from dflash_cli.terminal.tree_options import TreeOptions

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.requests import ENGINE, ESSENTIALS, SIZE, Argument, Option, Request, parse_size, verb
+from dflash_cli.terminal.parameters import ENGINE, ESSENTIALS, SIZE, Argument, Option, parse_size
+from dflash_cli.terminal.requests import Request, verb
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
 

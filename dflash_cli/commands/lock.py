@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions, PairOptions
+from dflash_cli.terminal.parameters import ESSENTIALS, Option
 from dflash_cli.terminal.progress import working
-from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
+from dflash_cli.terminal.requests import verb
 from dflash_cli.version import __version__
 
 if TYPE_CHECKING:

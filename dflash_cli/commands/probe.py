@@ -11,7 +11,8 @@ from dflash_cli.probing.probe_options import ProbeOptions, ProbePlan, open_probe
 from dflash_cli.probing.servers.http_client import base_url
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted, how_to_continue
-from dflash_cli.terminal.requests import Argument, verb
+from dflash_cli.terminal.parameters import Argument
+from dflash_cli.terminal.requests import verb
 from dflash_cli.terminal.tables import print_table
 from dflash_runtime.notices import Notice
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import Interrupted
 from dflash_cli.terminal.options import ForceOptions
+from dflash_cli.terminal.parameters import ESSENTIALS, Argument, Option
 from dflash_cli.terminal.progress import working
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.requests import verb
 from dflash_cli.terminal.tables import print_table
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, RuleOptions, TargetOptions
+from dflash_cli.terminal.parameters import ESSENTIALS, OUTPUT, Argument, Option
 from dflash_cli.terminal.progress import working
-from dflash_cli.terminal.requests import ESSENTIALS, OUTPUT, Argument, Option, verb
+from dflash_cli.terminal.requests import verb
 from dflash_cli.terminal.tables import print_table
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.notices import Notice

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import ForceOptions
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.parameters import ESSENTIALS, Argument, Option
+from dflash_cli.terminal.requests import verb
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import plural

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from dflash_cli.documents.kinds import KINDS, read_schema
 from dflash_cli.terminal import console
-from dflash_cli.terminal.requests import Argument, Request
+from dflash_cli.terminal.parameters import Argument
+from dflash_cli.terminal.requests import Request
 from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import guess
 

@@ -11,7 +11,8 @@ from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known
 from dflash_cli.rules.report import Report
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, ServedOptions, TargetOptions
-from dflash_cli.terminal.requests import ESSENTIALS, Option, verb
+from dflash_cli.terminal.parameters import ESSENTIALS, Option
+from dflash_cli.terminal.requests import verb
 from dflash_cli.terminal.shown import Shown
 from dflash_runtime.errors import DFlashError, UsageError
 

@@ -17,8 +17,9 @@ from dflash_cli.terminal.options import (
     ResumeOptions,
     refuse_beside,
 )
+from dflash_cli.terminal.parameters import DRAFTING, ESSENTIALS, MEASURING, Option
 from dflash_cli.terminal.progress import Meter
-from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, Option, verb
+from dflash_cli.terminal.requests import verb
 from dflash_cli.terminal.sampling_options import RivalOptions, SamplingOptions
 from dflash_cli.terminal.tables import print_table
 from dflash_cli.tuning.what_if import parse_what_ifs

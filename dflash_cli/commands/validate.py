@@ -31,7 +31,8 @@ from dflash_cli.terminal.options import (
     TargetOptions,
     refuse_beside,
 )
-from dflash_cli.terminal.requests import ESSENTIALS, Option, parameters_of, verb
+from dflash_cli.terminal.parameters import ESSENTIALS, Option
+from dflash_cli.terminal.requests import parameters_of, verb
 from dflash_cli.terminal.tables import print_table
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
 from dflash_runtime.notices import Notice

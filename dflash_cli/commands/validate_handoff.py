@@ -12,7 +12,8 @@ from dflash_cli.rules.findings_files import FindingsFile
 from dflash_cli.rules.rule import RuleLevel, ignored_ids
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import FindingsFileOptions, RuleOptions
-from dflash_cli.terminal.requests import ESSENTIALS, Argument, Option, verb
+from dflash_cli.terminal.parameters import ESSENTIALS, Argument, Option
+from dflash_cli.terminal.requests import verb
 from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import plural
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from dflash_cli.terminal.options import PROMPTS_HELP, DeviceOptions, PromptOptions
-from dflash_cli.terminal.requests import ESSENTIALS, Option
+from dflash_cli.terminal.parameters import ESSENTIALS, Option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ from typing import Annotated, get_args
 
 from dflash_cli.documents.atomic_file import check_output
 from dflash_cli.terminal.options import CarrierName, refuse_beside
-from dflash_cli.terminal.requests import ENGINE, MEASURING, Option, Request, parameters_of
+from dflash_cli.terminal.parameters import ENGINE, MEASURING, Option
+from dflash_cli.terminal.requests import Request, parameters_of
 from dflash_cli.terminal.sampling_options import SamplingOptions
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_runtime.kv_transfer.handoff_folders import has_vllm_prefills, header_document, list_handoffs

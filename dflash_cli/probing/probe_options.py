@@ -23,7 +23,7 @@ from dflash_cli.probing.servers.inference_server import Asked, InferenceServer, 
 from dflash_cli.probing.servers.recognition import check_engine, open_server
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import GateOptions, PromptOptions, ResumableOptions, VerdictOptions
-from dflash_cli.terminal.requests import ESSENTIALS, MEASURING, Option
+from dflash_cli.terminal.parameters import ESSENTIALS, MEASURING, Option
 from dflash_cli.terminal.sampling_options import TemperatureOptions
 from dflash_runtime.checkpoint.text.tokenizer import find_stop_ids
 from dflash_runtime.errors import UsageError

@@ -29,15 +29,8 @@ from dflash_cli.terminal import console, help_page
 from dflash_cli.terminal.completion import completion_of
 from dflash_cli.terminal.defaults import VARIABLE, find_settings, find_unknown, set_defaults
 from dflash_cli.terminal.interruption import turned_into_errors
-from dflash_cli.terminal.requests import (
-    OUTPUT,
-    Option,
-    Parameter,
-    Request,
-    json_value,
-    parameters_of,
-    with_defaults,
-)
+from dflash_cli.terminal.parameters import OUTPUT, Option, Parameter
+from dflash_cli.terminal.requests import Request, json_value, parameters_of, with_defaults
 from dflash_runtime.errors import UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import closest

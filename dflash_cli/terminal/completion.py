@@ -8,7 +8,7 @@ from importlib import import_module
 from io import StringIO
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.requests import Parameter
+from dflash_cli.terminal.parameters import Parameter
 
 WORDS = {
     "--dataset": "generation.datasets.dataset:dataset_names",

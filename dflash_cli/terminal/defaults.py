@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from dflash_cli.terminal.requests import ENGINE, Parameter
+from dflash_cli.terminal.parameters import ENGINE, Parameter
 from dflash_runtime.errors import UsageError
 from dflash_runtime.phrases import closest
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dflash_cli.terminal.options import DeviceOptions, values_of
-from dflash_cli.terminal.requests import ENGINE, SIZE, Option, Request, parameters_of, parse_size
+from dflash_cli.terminal.parameters import ENGINE, SIZE, Option, parse_size
+from dflash_cli.terminal.requests import Request, parameters_of
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from dflash_cli.documents.reading import read_text
 from dflash_cli.terminal.options import refuse_beside
-from dflash_cli.terminal.requests import PROMPTS, SAMPLING, Option, Request
+from dflash_cli.terminal.parameters import PROMPTS, SAMPLING, Option
+from dflash_cli.terminal.requests import Request
 from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.errors import UsageError
 

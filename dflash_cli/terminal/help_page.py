@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from dflash_cli.terminal import console
-from dflash_cli.terminal.requests import (
+from dflash_cli.terminal.parameters import (
     DRAFTING,
     ENGINE,
     ESSENTIALS,

@@ -9,18 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dflash_cli.documents.atomic_file import check_parent
-from dflash_cli.terminal.requests import (
-    DRAFTING,
-    ENGINE,
-    ESSENTIALS,
-    MEASURING,
-    OUTPUT,
-    PROMPTS,
-    Argument,
-    Option,
-    Request,
-    parameters_of,
-)
+from dflash_cli.terminal.parameters import DRAFTING, ENGINE, ESSENTIALS, MEASURING, OUTPUT, PROMPTS, Argument, Option
+from dflash_cli.terminal.requests import Request, parameters_of
 from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.errors import UnsupportedError, UsageError
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from dflash_cli.terminal.options import refuse_beside, values_of
-from dflash_cli.terminal.requests import DRAFTING, ESSENTIALS, MEASURING, SAMPLING, Option, Request
+from dflash_cli.terminal.parameters import DRAFTING, ESSENTIALS, MEASURING, SAMPLING, Option
+from dflash_cli.terminal.requests import Request
 
 if TYPE_CHECKING:
     from dflash_runtime.scheduling.grammar import Grammar

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from dflash_cli.terminal.requests import DRAFTING, Option, Request
+from dflash_cli.terminal.parameters import DRAFTING, Option
+from dflash_cli.terminal.requests import Request
 from dflash_runtime.engine_config import MAX_TREE_NODES
 from dflash_runtime.errors import UsageError
 

@@ -23,17 +23,8 @@ from dflash_cli.terminal.command_line import (
     request_class,
 )
 from dflash_cli.terminal.options import parse_object
-from dflash_cli.terminal.requests import (
-    SIZE,
-    Argument,
-    Option,
-    Parameter,
-    Request,
-    Verb,
-    parameters_of,
-    parse_size,
-    verb,
-)
+from dflash_cli.terminal.parameters import SIZE, Argument, Option, Parameter, parse_size
+from dflash_cli.terminal.requests import Request, Verb, parameters_of, verb
 from dflash_runtime.errors import UsageError
 from dflash_testing.refusals import refuses
 
