@@ -152,6 +152,8 @@ def _explained(error: OSError, parent: Path) -> CapacityError | UsageError:
         return CapacityError(text, id="file-limit", path=parent, hint=RAISE_LIMIT)
     if error.errno in FULL:
         return CapacityError("the disk is full; nothing was left behind", id="disk-full", path=parent)
+    if error.errno == errno.EIO:
+        return CapacityError("the device does not read or write", id="device-fails", path=error.filename or parent)
     where = f" ({error.filename})" if error.filename is not None else ""
     return UsageError(f"cannot be written: {error.strerror}{where}", id="output-not-writable", path=parent)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from dflash_cli.documents.yaml_text import FENCE, read_yaml, split_card, to_yaml
 from dflash_cli.publishing.model_card import ModelCard
 from dflash_runtime.errors import UsageError
+from dflash_runtime.phrases import plural
 
 BLOCK_MARKS = "<!-- dflash card: begin -->", "<!-- dflash card: end -->"
 METADATA_MARKS = "# dflash card: begin", "# dflash card: end"
@@ -74,8 +75,8 @@ class _Marks:
         first, last = text.find(begin), text.find(end)
         if counts != (1, 1) or last < first:
             raise UsageError(
-                f"found {counts[0]} lines {self.begin!r} and {counts[1]} lines {self.end!r}, expected one of each, in "
-                "this order",
+                f"found {plural(counts[0], 'line')} {self.begin!r} and {plural(counts[1], 'line')} {self.end!r}, "
+                "expected one of each, in this order",
                 id="card-marks",
                 path=self.path,
                 field=self.begin,

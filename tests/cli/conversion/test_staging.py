@@ -18,7 +18,7 @@ from dflash_cli.conversion import staging
 from dflash_testing import checkpoints as support
 
 REFUSALS = {
-    errno.EROFS: 2, errno.EIO: 2, errno.EBUSY: 2, errno.EXDEV: 2, errno.EPERM: 2, errno.EACCES: 2, errno.ENOSPC: 6,
+    errno.EROFS: 2, errno.EIO: 6, errno.EBUSY: 2, errno.EXDEV: 2, errno.EPERM: 2, errno.EACCES: 2, errno.ENOSPC: 6,
     errno.EDQUOT: 6, errno.EFBIG: 6,
 }  # fmt: skip
 
