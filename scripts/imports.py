@@ -32,7 +32,7 @@ NESTED = frozenset(("dflash_cli/probing",))
 """Folders with folders that have levels of their own."""
 
 LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "dflash_kernels": {"base": ("launch", "launch_config", "early_launch", "tanh")},
+    "dflash_kernels": {"base": ("launch", "launch_config", "early_launch")},
     "dflash_runtime": {
         "base": (
             "errors",

@@ -44,7 +44,7 @@ BUNDLED_DRAFTS = {
 TINY_TARGET_NAME = "dflash/tiny-python-target"
 """The name of the bundled target in checkpoints."""
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
-"""The name of a repository. A few old ones have no organisation."""
+"""The name of a repository. The names of a few old ones are a single word."""
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 
 

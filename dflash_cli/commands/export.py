@@ -65,15 +65,15 @@ def export(request: ExportRequest) -> "Exported":
     """Make the other program's form, and write it if `output` is given.
 
     Raises:
-        CheckpointError, UsageError: the file is not a result, or the form cannot express it or has no place for an
-            option.
+        CheckpointError: the file is malformed.
+        UsageError: the form cannot express the result, or does not use a given option.
     """
     from dflash_cli.comparing.stored_evaluation import read_evaluations
     from dflash_cli.documents.atomic_file import atomic_text, check_output
     from dflash_cli.publishing.exports.export_format import ExportPlan, find_export
 
     chosen, output = find_export(request.to), request.output
-    refuse_beside(request, sorted(FACTS - chosen.options), f"--to {request.to}, which has no place for it")
+    refuse_beside(request, sorted(FACTS - chosen.options), f"--to {request.to}, which does not use it")
     if output is not None:
         check_output(output, force=request.force or chosen.merges)
     exported = chosen.export(

@@ -36,8 +36,8 @@ ROUNDED = re.compile(r"fc\.weight|layers\.\d+\.(self_attn\.o|mlp\.(gate|up|down)
 ATTENTION_INPUTS = re.compile(r"layers\.\d+\.self_attn\.[qkv]_proj\.weight")
 
 KEPT = (r"re:(.*\.)?(q|k|v|qkv)_proj$", r"re:.*lm_head$", r"re:.*embed_tokens$")
-"""Modules that are not quantised. Patterns, because vLLM counts a draft's layers from the target's on, and modules of
-SGLang have no prefix."""
+"""Modules that stay plain. They are patterns: vLLM counts a draft's layers from the target's on, and SGLang
+names modules without a prefix."""
 
 FC, KEPT_FC = "fc.weight", r"re:(.*\.)?fc$"
 

@@ -27,6 +27,7 @@ from dflash_cli.formats.dialect import (
 )
 from dflash_cli.formats.fields import REMOVED, with_keys
 from dflash_runtime.checkpoint.pair import DraftSource, check_pair
+from dflash_runtime.checkpoint.quantised.fp8_format import read_fp8_format
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError, naming_file
 from dflash_runtime.notices import Notice
@@ -208,11 +209,13 @@ def _refuse_source(draft: DraftCheckpoint, result: Format) -> None:
             hint="--dequantize writes them as bfloat16",
         )
     if draft.quantization is not None and not result.allows_packed and word_of(draft.format) != word_of(result):
+        is_fp8 = read_fp8_format(draft.checkpoint) is not None
+        unpacking = "--dequantize writes them as bfloat16; " if is_fp8 else ""
         allowing = ", ".join(word_of(item) for item in writable_formats(family) if item.allows_packed)
         raise LossyConversion(
             f"quantised weights ({draft.quantization}), but {result.title} lacks keys for their settings",
             id="quantised-weights",
             path=path,
             found=draft.quantization,
-            hint=f"--dequantize writes them as bfloat16; --to with one of {allowing} copies them as they are",
+            hint=f"{unpacking}to copy them as they are, convert with --to and one of {allowing}",
         )

@@ -138,11 +138,11 @@ class ReadingRunner:
     def make_prompts(self, numbers: range, given: Sequence[Sequence[int]] = ()) -> list[list[int]]:
         """One prompt per number: random ids or a given prompt, continued by the target.
 
-        The continuation is sampled, because greedy text of random ids soon repeats itself. A given prompt may fail, as
-        one that is too long.
+        The continuation is sampled, because greedy text of random ids soon repeats itself. A given prompt may
+        fail, for example because it is too long.
 
         Raises:
-            DFlashError: the target does not continue random ids, as one whose weights have NaN.
+            DFlashError: the target does not continue random ids. NaN in its weights is a reason.
         """
         effort, vocab_size = self._effort, self._pair.limits.vocab_size
         generator = random.Random(effort.seed)

@@ -67,7 +67,7 @@ def _try_to_write(path: Path) -> None:
     """Make and remove a hidden file beside an output: access rights do not tell what the system refuses."""
     real = Path(os.path.realpath(path))
     if not real.name:
-        return  # the root, which is no file
+        return  # the root folder
     trial = hidden_path(real, "tmp")
     with naming_output(path):
         trial.touch(exist_ok=False)

@@ -43,7 +43,6 @@ from dflash_kernels.kv.rope_store import rope_store, rope_store_ref
 from dflash_kernels.kv.slot_mapping import locate_rows, locate_rows_ref
 from dflash_kernels.launch import CANNOT_RUN, FLOATS, HAS_TRITON, IS_INTERPRETED, NOT_INSTALLED
 from dflash_kernels.logits.largest_probability import Likeliest, largest_probability, largest_probability_ref
-from dflash_kernels.logits.logit_cap import cap_logits, cap_logits_ref
 from dflash_kernels.logits.rejection import reject, reject_ref
 from dflash_kernels.logits.sampling import Chosen, argmax, argmax_ref, sample, sample_ref
 from dflash_kernels.logits.top_tokens import likely_tokens, likely_tokens_ref, top_tokens, top_tokens_ref
@@ -141,7 +140,6 @@ class Kernels:
     keep_passed: Callable[..., None]
     gated_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     output_gate: Callable[[Tensor, Tensor], Tensor]
-    cap_logits: Callable[[Tensor, float], Tensor]
     open_step: Callable[[RowState, Tensor, int, int, Bounds], StepRows]
     close_step: Callable[[RowState, Tensor, StepRows, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     close_tree: Callable[[RowState, Tensor, StepRows, Path, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -199,7 +197,6 @@ REFERENCE = Kernels(
     keep_passed=keep_passed_ref,
     gated_norm=gated_norm_ref,
     output_gate=output_gate_ref,
-    cap_logits=cap_logits_ref,
     open_step=open_step_ref,
     close_step=close_step_ref,
     close_tree=close_tree_ref,
@@ -257,7 +254,6 @@ _TRITON = Kernels(
     keep_passed=keep_passed,
     gated_norm=gated_norm,
     output_gate=output_gate,
-    cap_logits=cap_logits,
     open_step=open_step,
     close_step=close_step,
     close_tree=close_tree,

@@ -393,7 +393,6 @@ CALLS: dict[str, Call] = {
         k.gated_norm(at["query"].flatten(0, 1), at["cos"].repeat(1, H), at["taps"][0, :D].contiguous(), 1e-6),
     ),
     "output_gate": lambda k, at: (k.output_gate(at["residual"], at["parts"]),),
-    "cap_logits": lambda k, at: (k.cap_logits(at["logits"].clone(), 2.0),),
     "open_step": open_step,
     "close_step": close_step,
     "change_rows": change_rows,

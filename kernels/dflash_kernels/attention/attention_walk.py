@@ -9,7 +9,6 @@ import math
 
 from dflash_kernels.kv.kv_format import beside_cache, from_cache
 from dflash_kernels.launch import constexpr, jit, tl
-from dflash_kernels.tanh import tanh
 
 _TL_LOG2E = constexpr(math.log2(math.e))
 
@@ -30,8 +29,13 @@ def begin_softmax(sinks, head, is_last, TILE_M: tl.constexpr, TILE_D: tl.constex
 
 @jit
 def _cap_scores(scores, CAP: tl.constexpr):
-    """Return CAP * tanh(scores / CAP)."""
-    return CAP * tanh(scores * (1.0 / CAP))
+    """Return CAP * tanh(scores / CAP). Near zero it uses the series, because exponentials would lose most digits."""
+    ratio = scores * (1.0 / CAP)
+    square = ratio * ratio
+    series = ratio * (1.0 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+    power = tl.exp2(tl.abs(ratio) * (-2.0 * _TL_LOG2E))
+    quotient = (1.0 - power) / (1.0 + power)
+    return CAP * tl.where(square < 1 / 16, series, tl.where(ratio < 0, -quotient, quotient))
 
 
 @jit

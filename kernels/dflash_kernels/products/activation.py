@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dflash_kernels.early_launch import early, wait_for_launches_before
 from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, jit, require, tl
 from dflash_kernels.launch_config import ELEMENT_TILE
 
@@ -102,9 +101,8 @@ def gate_options(gate: Gate) -> dict[str, object]:
 @jit
 def _silu_mul_kernel(
     gate_up, out, gate_up_row, width, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    TILE: tl.constexpr, IS_EARLY: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    wait_for_launches_before(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = column < width
@@ -124,7 +122,12 @@ def silu_mul(gate_up: Tensor, gate: Gate = SILU) -> Tensor:
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         _silu_mul_kernel[(num_rows, ceil_div(width, ELEMENT_TILE))](
-            gate_up, out, gate_up.stride(0), width, TILE=ELEMENT_TILE, enable_fp_fusion=False,
-            **gate_options(gate), **early(gate_up.device),
-        )  # fmt: skip
+            gate_up,
+            out,
+            gate_up.stride(0),
+            width,
+            TILE=ELEMENT_TILE,
+            enable_fp_fusion=False,
+            **gate_options(gate),
+        )
     return out

@@ -99,7 +99,7 @@ class DFlashDraft:
         """Return logits [T, V'] of hidden states [T, hidden]."""
         logits = _scale(self._head(hidden), self.config.output_multiplier * self.config.logit_scale)
         cap = self.config.final_logit_softcapping
-        return self._kernels.cap_logits(logits, cap) if cap else logits
+        return torch.tanh(logits / cap) * cap if cap else logits
 
 
 def _without_partial(rope: RopeConfig) -> RopeConfig:
