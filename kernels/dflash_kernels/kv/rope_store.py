@@ -69,7 +69,8 @@ def rope_store_ref(
 ) -> Tensor:
     """Normalise and rotate the query and key heads of a projection, and store keys and values.
 
-    parts       [P, T, (H + 2 KV) * D]   queries, keys, values, as returned by `product_parts_ref`; D even
+    parts       [P, T, (H + 2 KV) * D]   queries, keys, values, as returned by `product_parts_ref`; D even.
+                                         [P, T, (H + KV) * D] with norms of values: values are the keys
     head_norms  [H + KV, D]              norm weight of each query head, then of each key head; None for no norm.
                                          [H + 2 KV, D] normalises values too, which are not rotated
     cos, sin    [T, R]                   rows of the rope table
@@ -81,6 +82,8 @@ def rope_store_ref(
     The reference waits for the device (`kv_store_ref`); the kernel does not wait.
     """
     rows = sum_parts_ref(parts, cos.dtype).view(cos.shape[0], -1, turn.head_dim or cos.shape[1])
+    if head_norms is not None and len(head_norms) > rows.shape[1]:
+        rows = torch.cat((rows, rows[:, -num_kv:]), dim=1)
     heads, values = rows[:, :-num_kv], rows[:, -num_kv:]
     if head_norms is not None and len(head_norms) == rows.shape[1]:
         head_norms, value_norms = head_norms[:-num_kv], head_norms[-num_kv:]
@@ -144,9 +147,9 @@ def _rope_store_kernel(
     parts, weight, cos, sin, out, key_cache, value_cache, slots,
     parts_row, part_stride, cos_row, sin_row, cache_page, cache_row, cache_head, eps, key_inverse, value_inverse,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_PARTS: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, HAS_PLACE: tl.constexpr, IS_ROUNDED: tl.constexpr,
-    NUM_PAIRS: tl.constexpr, HAS_ADJACENT_PAIRS: tl.constexpr, HAS_ADJACENT_ANGLES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_VALUE_NORM: tl.constexpr, HAS_EQUAL_KV: tl.constexpr, HAS_PLACE: tl.constexpr,
+    IS_ROUNDED: tl.constexpr, NUM_PAIRS: tl.constexpr, HAS_ADJACENT_PAIRS: tl.constexpr,
+    HAS_ADJACENT_ANGLES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE_H: tl.constexpr, TILE_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -169,7 +172,7 @@ def _rope_store_kernel(
         slot = tl.load(slots + row).to(tl.int64)
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)  # the next launch is attention, which looks up its pages
-    source = row * parts_row + head * HEAD_DIM
+    source = row * parts_row + (tl.where(is_rotated, head, head - NUM_KV) if HAS_EQUAL_KV else head) * HEAD_DIM
     plain_first = sum_parts(parts, source + one, is_element, part_stride, NUM_PARTS, dtype)
     plain_second = sum_parts(parts, source + other, is_element, part_stride, NUM_PARTS, dtype)
     first, second = plain_first, plain_second
@@ -219,7 +222,8 @@ def rope_store(
     require(rotated % 2 == head_dim % 2 == 0, "cos", "an even head size")
     require(rotated <= head_dim, "cos", "at most the head size")
     require(width % head_dim == 0, "parts", "whole heads")
-    num_heads = width // head_dim - 2 * num_kv
+    has_equal_kv = head_norms is not None and len(head_norms) == width // head_dim + num_kv
+    num_heads = width // head_dim - (1 if has_equal_kv else 2) * num_kv
     require(num_heads > 0, "parts", "query heads, key heads and value heads")
     has_value_norm = head_norms is not None and len(head_norms) == num_heads + 2 * num_kv
     shape = (num_heads + num_kv * (2 if has_value_norm else 1), head_dim)
@@ -243,10 +247,10 @@ def rope_store(
             parts.stride(1), parts.stride(0), cos.stride(0), sin.stride(0), *strides, eps,
             1 / scales.key, 1 / scales.value,
             NUM_HEADS=num_heads, NUM_KV=num_kv, HEAD_DIM=head_dim, NUM_PARTS=num_parts,
-            HAS_NORM=head_norms is not None, HAS_VALUE_NORM=has_value_norm, HAS_PLACE=place is not None,
-            IS_ROUNDED=place is not None and caches[0].dtype == FP8, NUM_PAIRS=rotated // 2,
-            HAS_ADJACENT_PAIRS=turn.has_adjacent_pairs, HAS_ADJACENT_ANGLES=turn.has_adjacent_angles,
-            PAGE_SIZE=page_size, TILE_H=tile_heads, TILE_HALF=tile_half,
+            HAS_NORM=head_norms is not None, HAS_VALUE_NORM=has_value_norm, HAS_EQUAL_KV=has_equal_kv,
+            HAS_PLACE=place is not None, IS_ROUNDED=place is not None and caches[0].dtype == FP8,
+            NUM_PAIRS=rotated // 2, HAS_ADJACENT_PAIRS=turn.has_adjacent_pairs,
+            HAS_ADJACENT_ANGLES=turn.has_adjacent_angles, PAGE_SIZE=page_size, TILE_H=tile_heads, TILE_HALF=tile_half,
             num_warps=warps_for(tile_heads * tile_half), enable_fp_fusion=False, **early(parts.device),
         )  # fmt: skip
     return out

@@ -136,12 +136,11 @@ class GemmaStack(DecoderStack):
 def _read_attention(weights: Weights, name: str, config: TargetConfig, layer: int, kernels: Kernels) -> Attention:
     """Read a layer's attention. Scores are not divided, so the query norm has the factor that our attention divides by.
 
-    Values have a norm without a weight.
+    Values have a norm without a weight. If values are keys, the projection computes both once.
     """
     num_kv, size = config.kv_shapes[layer]
     if has_equal_kv(config, layer):
-        queries, keys = (weights[f"{name}.{part}_proj.weight"] for part in "qk")
-        joined = torch.cat((queries, keys, keys))
+        joined = torch.cat([weights[f"{name}.{part}_proj.weight"] for part in "qk"])
     else:
         joined = weights[f"{name}.qkv_proj.weight"]
     query_norm, key_norm = (weights[f"{name}.{part}_norm.weight"] for part in "qk")

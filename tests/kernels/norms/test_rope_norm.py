@@ -1,5 +1,6 @@
 """Norms and rotation: close to float64, with the roundings of the references."""
 
+from collections.abc import Callable
 from functools import reduce
 
 import pytest
@@ -151,6 +152,24 @@ def test_values_may_have_a_norm_and_are_never_rotated(dtype: torch.dtype) -> Non
     assert torch.equal(out[:, :4], others[:, :4])
     true = rope_store_ref(parts.double(), norms.double(), 1e-6, cos.double(), sin.double(), 2, None)
     assert_rows_close(out, true, dtype)
+
+
+@pytest.mark.parametrize("call", [rope_store, rope_store_ref])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_may_be_the_keys_before_norm_and_rope(call: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """A projection without values gives the rows of a projection with a copy of the keys."""
+    parts, angles = normal(2, 5, 5 * 16), normal(5, 8, seed=1)
+    cos, sin = (torch.cat((table, table), 1).to(dtype) for table in (angles.cos(), angles.sin()))
+    norms = normal(7, 16, dtype=dtype, seed=2) + 1
+    slots = torch.arange(5, device=DEVICE)
+    empty = torch.zeros(2, 2, 2, 4, 2, 16, dtype=dtype, device=DEVICE)
+    places = [KVPlace(keys, values, slots) for keys, values in empty]
+    out = call(parts, norms, 1e-6, cos, sin, 2, places[0])
+    with_copy = torch.cat((parts, parts[..., -2 * 16 :]), dim=2)
+    assert torch.equal(out, call(with_copy, norms, 1e-6, cos, sin, 2, places[1]))
+    assert out.shape == (5, 7, 16)
+    for found, wanted in zip(places[0][:2], places[1][:2], strict=True):
+        assert torch.equal(found, wanted)
 
 
 TURNS = [
