@@ -2,8 +2,8 @@
 
 This shortens the gap between two short kernels: 2% of a step with 16 rows, 4% with 8
 (docs/measurements/decode-steps.md). Until its wait, a kernel may read only data that the previous kernel does not
-write: weights, lengths, page tables, slots and rotations. Source: CUDA programming guide, "Programmatic Dependent
-Launch".
+write: weights, lengths, page tables, slots and rotations. A kernel that reads nothing of the previous kernel may run
+beside it, and waits at its end (`row_product.py`). Source: CUDA programming guide, "Programmatic Dependent Launch".
 """
 
 from functools import lru_cache

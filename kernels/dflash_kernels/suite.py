@@ -46,6 +46,7 @@ from dflash_kernels.logits.largest_probability import Likeliest, largest_probabi
 from dflash_kernels.logits.rejection import reject, reject_ref
 from dflash_kernels.logits.sampling import Chosen, argmax, argmax_ref, sample, sample_ref
 from dflash_kernels.logits.top_tokens import likely_tokens, likely_tokens_ref, top_tokens, top_tokens_ref
+from dflash_kernels.mixtures.dense_beside import choose_beside, choose_beside_ref
 from dflash_kernels.mixtures.expert_choice import choose_experts, choose_experts_ref
 from dflash_kernels.mixtures.experts import experts, experts_ref
 from dflash_kernels.mixtures.fp8_experts import fp8_experts, fp8_experts_ref
@@ -116,6 +117,7 @@ class Kernels:
     product_parts: Callable[..., Tensor]
     gated_product: Callable[..., Tensor]
     choose_experts: Callable[..., tuple[Tensor, Tensor]]
+    choose_beside: Callable[..., tuple[Tensor, Tensor, Tensor]]
     experts: Callable[..., Tensor]
     fp8_product: Callable[[Rows, Fp8Weight], Tensor]
     fp8_product_parts: Callable[[Rows, Fp8Weight], Tensor]
@@ -173,6 +175,7 @@ REFERENCE = Kernels(
     product_parts=product_parts_ref,
     gated_product=gated_product_ref,
     choose_experts=choose_experts_ref,
+    choose_beside=choose_beside_ref,
     experts=experts_ref,
     fp8_product=fp8_product_ref,
     fp8_product_parts=fp8_product_parts_ref,
@@ -230,6 +233,7 @@ _TRITON = Kernels(
     product_parts=product_parts,
     gated_product=gated_product,
     choose_experts=choose_experts,
+    choose_beside=choose_beside,
     experts=experts,
     fp8_product=fp8_product,
     fp8_product_parts=fp8_product_parts,

@@ -105,6 +105,10 @@ def calls():
     for rows in some(1, 32, 128, 256):
         routed = kernels.choose_experts(normal(rows, 2048), normal(128, 2048), 8, True)
         kernels.experts(normal(rows, 2048), *weights, *routed)
+    kernels.experts(normal(1, 2816), normal(128, 1408, 2816), normal(128, 2816, 704),
+                    torch.zeros(1, 8, dtype=torch.int64), normal(1, 8))
+    for columns, depth in some((8192, 2816), (2816, 8192), (128, 2816), (2880, 4096), (6144, 4096)):
+        kernels.product_parts(normal(1, depth), normal(columns, depth))
     kernels.choose_experts(normal(1, 2048), normal(257, 2048), 8, True, 1)
     kernels.choose_experts(normal(1, 2880), normal(32, 2880), 4, True, 0, normal(32))
     def packed_weight(*tiles):
@@ -131,6 +135,7 @@ def calls():
 made = fp8_kv_calls if HAS_FP8_KV else calls
 makes_code = sys.argv[1] != "few"
 light = ("_gated_experts_kernel", "_down_experts_kernel", "_joint_experts_kernel")
+light += ("_row_product_kernel", "_gated_row_experts_kernel", "_down_row_experts_kernel")
 light += () if makes_code else ("_tree_attention_kernel",)
 every = not HAS_FP8_KV
 sys.exit(compiling.run(made, is_whole=IS_WHOLE, makes_code=makes_code, light=light, needs_every_kernel=every))

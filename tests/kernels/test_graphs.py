@@ -13,6 +13,7 @@ from dflash_kernels.drafts.tree_path import PathRecords
 from dflash_kernels.fp8.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.kv.rope_store import KVPlace
 from dflash_kernels.kv.slot_mapping import PAD
+from dflash_kernels.mixtures.dense_beside import Dense
 from dflash_kernels.mixtures.mixture_config import JOINT_ROWS, MAX_EXPERT_ROWS
 from dflash_kernels.mixtures.mxfp4 import Packed, arrange_numbers, arrange_scales
 from dflash_kernels.norms.sandwich_norm import Beside
@@ -136,6 +137,12 @@ def rope_store(kernels: Kernels, at: Inputs, *, is_wide: bool = False) -> tuple[
 def chosen_experts(kernels: Kernels, at: Inputs, num_rows: int) -> Tensor:
     routed = (at[name][:num_rows] for name in ("experts", "scores"))
     return kernels.experts(at["residual"][:num_rows], at["gate_up"], at["down"], *routed).float().sum(0).to(BFLOAT)
+
+
+def choose_beside(kernels: Kernels, at: Inputs, num_rows: int) -> tuple[Tensor, ...]:
+    dense = Dense(at["residual"][:num_rows], at["gate_up"][0], at["down"][0], GELU)
+    *choice, parts = kernels.choose_beside(at["routed"][:num_rows], at["router"], C, True, None, dense)
+    return *choice, parts.sum(0).to(BFLOAT)
 
 
 def packed_experts(kernels: Kernels, at: Inputs, num_rows: int) -> tuple[Tensor, ...]:
@@ -337,6 +344,8 @@ CALLS: dict[str, Call] = {
     "product": lambda k, at: (k.product(at["residual"], at["weights"]),),
     "product_parts": lambda k, at: (k.product_parts(at["residual"], at["weights"]).sum(0).to(BFLOAT),),
     "gated_product": lambda k, at: (k.gated_product(at["residual"], at["weights"]),),
+    "product_parts of one row": lambda k, at: (k.product_parts(at["residual"][:1], at["weights"]).sum(0).to(BFLOAT),),
+    "gated_product of one row": lambda k, at: (k.gated_product(at["residual"][:1], at["weights"]),),
     "fp8_product": lambda k, at: (k.fp8_product(at["fp8 rows"], fp8_weight(at)),),
     "fp8_product rounded before": lambda k, at: (k.fp8_product(at["fp8 rows"].repeat(3, 1), fp8_weight(at)),),
     "fp8_product_parts": lambda k, at: (k.fp8_product_parts(at["fp8 rows"], fp8_weight(at)).sum(0).to(BFLOAT),),
@@ -345,12 +354,26 @@ CALLS: dict[str, Call] = {
     "choose_experts": lambda k, at: k.choose_experts(at["routed"], at["router"], C, True),
     "experts": lambda k, at: (chosen_experts(k, at, R * N),),
     "experts of few rows": lambda k, at: (chosen_experts(k, at, R),),
+    "experts of one row": lambda k, at: (chosen_experts(k, at, 1),),
+    "choose_beside": lambda k, at: choose_beside(k, at, R),
+    "choose_beside of one row": lambda k, at: choose_beside(k, at, 1),
     "fp8_experts": chosen_fp8_experts,
     "packed experts": lambda k, at: packed_experts(k, at, R),
     "packed experts in one launch": lambda k, at: packed_experts(k, at, JOINT_ROWS[-1]),
     "packed experts of many rows": lambda k, at: packed_experts(k, at, MAX_EXPERT_ROWS + 9),
     "rope_store with value norms": lambda k, at: (
         k.rope_store(at["qkv"], at["weights"][:1].expand(H + 2 * KV, D), 1e-6, at["cos"], at["sin"], KV, None),
+    ),
+    "rope_store with keys as values": lambda k, at: (
+        k.rope_store(
+            at["qkv"][..., : (H + KV) * D],
+            at["weights"][:1].expand(H + 2 * KV, D),
+            1e-6,
+            at["cos"],
+            at["sin"],
+            KV,
+            None,
+        ),
     ),
     "sandwich_norm": lambda k, at: k.sandwich_norm(
         at["parts"],

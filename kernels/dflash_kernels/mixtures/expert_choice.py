@@ -65,17 +65,22 @@ def _choose_kernel(
     NUM_PARTS: tl.constexpr, TILE_R: tl.constexpr, TILE_E: tl.constexpr, TILE_C: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_FACTORS: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
+    expert, place = tl.arange(0, TILE_E), tl.arange(0, TILE_C)
+    # Load per-expert numbers before the logits, so that all loads wait for memory at the same time.
+    if HAS_BIAS:
+        added = tl.load(bias + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)
+    if HAS_FACTORS:
+        factor = tl.load(factors + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)
     wait_for_launches_before(IS_EARLY)
     let_next_launch_begin(IS_EARLY)
     dtype = scores.dtype.element_ty
-    row = tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)
-    expert, place = tl.arange(0, TILE_E), tl.arange(0, TILE_C)
     is_row, is_expert = row[:, None] < num_rows, expert[None, :] < NUM_EXPERTS
     NUM_LOGITS: tl.constexpr = NUM_EXPERTS + (1 if NUM_SHARED else 0)
     offsets = row[:, None] * NUM_LOGITS + expert[None, :]
     total = sum_parts(logits, offsets, is_row & is_expert, part_stride, NUM_PARTS, tl.float32)
     if HAS_BIAS:
-        total += tl.load(bias + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)[None, :]
+        total += added[None, :]
     logit = total.to(dtype).to(tl.float32)
     logit = tl.where(is_expert, logit, float("-inf"))
     weight = tl.exp(logit - tl.max(logit, 1)[:, None])
@@ -85,15 +90,14 @@ def _choose_kernel(
     left = probs.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     ids, best = tl.zeros((TILE_R, TILE_C), tl.int32), tl.zeros((TILE_R, TILE_C), tl.int32)
     for index in tl.static_range(NUM_CHOSEN):
-        highest = tl.max(left, 1)[:, None]
-        taken = tl.min(tl.where(left == highest, expert[None, :], TILE_E), 1)[:, None]
+        highest, taken = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True, keep_dims=True)
         ids, best = tl.where(place[None, :] == index, taken, ids), tl.where(place[None, :] == index, highest, best)
         left = tl.where(expert[None, :] == taken, -1, left)
     score = best.to(tl.float32, bitcast=True)
     if IS_NORMALISED:
         score = tl.div_rn(score, tl.broadcast_to(tl.sum(score, 1)[:, None], (TILE_R, TILE_C)))
     if HAS_FACTORS:
-        score *= tl.load(factors + ids, mask=place[None, :] < NUM_CHOSEN, other=0.0).to(tl.float32)
+        score *= tl.gather(tl.broadcast_to(factor[None, :], (TILE_R, TILE_E)), ids, 1)
     if NUM_SHARED:
         offset = row[:, None] * NUM_LOGITS + NUM_EXPERTS
         gate = sum_parts(logits, offset, is_row, part_stride, NUM_PARTS, dtype).to(tl.float32)
@@ -116,24 +120,38 @@ def choose_experts(
     factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `choose_experts_ref`: the router's product in parts, then one launch that adds them up and chooses."""
+    check_tensors(hidden, router)
+    check_dtypes(hidden, router, *(item for item in (bias, factors) if item is not None))
+    logits = product_parts(hidden, router) if len(hidden) else hidden.new_empty((1, 0, len(router)))
+    return choose_from(logits, hidden.dtype, num_chosen, has_normalised_scores, num_shared, bias, factors)
+
+
+def choose_from(
+    logits: Tensor,
+    dtype: torch.dtype,
+    num_chosen: int,
+    has_normalised_scores: bool,
+    num_shared: int = 0,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `choose_experts` from the parts of the router's product, [P, T, E] or [P, T, E + 1], in one launch."""
     per_expert = [item for item in (bias, factors) if item is not None]
-    check_tensors(hidden, router, *per_expert)
-    check_dtypes(hidden, router, *per_expert)
-    num_rows, num_experts = len(hidden), _num_routed(router, num_shared)
-    num_routes = num_chosen + num_shared
+    check_tensors(logits, *per_expert)
+    num_parts, num_rows, num_logits = logits.shape
+    num_experts, num_routes = num_logits - (1 if num_shared else 0), num_chosen + num_shared
     require(0 < num_chosen <= num_experts, "num_chosen", "from 1 to the number of experts")
-    is_fitting = all(item.shape == (len(router),) and not num_shared for item in per_expert)
+    is_fitting = all(item.shape == (num_logits,) and not num_shared for item in per_expert)
     require(is_fitting, "bias, factors", "one number per expert, and no shared experts")
-    chosen = torch.empty((num_rows, num_routes), dtype=torch.int64, device=hidden.device)
-    scores = torch.empty((num_rows, num_routes), dtype=hidden.dtype, device=hidden.device)
+    chosen = torch.empty((num_rows, num_routes), dtype=torch.int64, device=logits.device)
+    scores = torch.empty((num_rows, num_routes), dtype=dtype, device=logits.device)
     if num_rows:
-        logits = product_parts(hidden, router)
         added, scale = (logits if item is None else item for item in (bias, factors))
         _choose_kernel[(ceil_div(num_rows, ROUTED_ROWS),)](
             logits, added, scale, chosen, scores, num_rows, logits.stride(0),
             NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, NUM_SHARED=num_shared, IS_NORMALISED=has_normalised_scores,
-            NUM_PARTS=len(logits), TILE_R=ROUTED_ROWS, TILE_E=power_of_2(num_experts), TILE_C=power_of_2(num_routes),
+            NUM_PARTS=num_parts, TILE_R=ROUTED_ROWS, TILE_E=power_of_2(num_experts), TILE_C=power_of_2(num_routes),
             HAS_BIAS=bias is not None, HAS_FACTORS=factors is not None, num_warps=4, enable_fp_fusion=False,
-            **early(hidden.device),
+            **early(logits.device),
         )  # fmt: skip
     return chosen, scores

@@ -31,8 +31,10 @@ from dflash_kernels.mixtures.mixture_config import (
     ExpertsShape,
     experts_shape,
     packed_experts_shape,
+    takes_row,
 )
 from dflash_kernels.mixtures.mxfp4 import Packed, unpack
+from dflash_kernels.mixtures.row_experts import row_experts
 from dflash_kernels.products.activation import SILU, Gate, gate_options, gate_ref
 
 Weight = Tensor | Packed
@@ -163,6 +165,9 @@ def experts(
     require(are_contiguous, "gate_up, down, chosen, scores", "contiguous memory")
     shapes = (num_experts, 2 * depth), (num_experts, width)
     require(biases is None or (biases[0].shape, biases[1].shape) == shapes, "biases", "one number per row of weights")
+    is_row = biases is None and takes_row(num_rows, (width, depth), hidden.device)
+    if is_row and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        return row_experts(hidden, gate_up, down, chosen, scores, gate)
     shape_of = packed_experts_shape if is_packed else experts_shape
     shape = shape_of(num_rows, num_chosen, num_experts, hidden.element_size(), hidden.device)
     options = {

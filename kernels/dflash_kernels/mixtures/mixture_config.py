@@ -6,7 +6,8 @@ import torch
 
 from dflash_kernels.fp8.fp8_config import tile_depth
 from dflash_kernels.launch import power_of_2
-from dflash_kernels.launch_config import LEAST_ROWS, MIN_DOT, fitting_stages
+from dflash_kernels.launch_config import LEAST_ROWS, MIN_DOT, fitting_stages, has_tile_loads
+from dflash_kernels.products.product_config import MOST_ROW_TILES, ROW_DEPTH, RowShape
 
 ROUTED_ROWS = 4
 """Rows per program that chooses experts, one warp per row."""
@@ -49,6 +50,15 @@ def experts_shape(
     columns, depth = 64 if num_rows == 1 else 128, 64
     num_stages = fitting_stages(5, (columns + rows) * depth * itemsize, 0, device)
     return ExpertsShape(rows, columns, depth, num_stages, sought_rows, is_by_route)
+
+
+ROW_EXPERTS = RowShape(weight_rows=32, num_parts=1, tiles_ahead=4, max_registers=80)
+"""Tiling of the experts of one row. Three programs share a multiprocessor."""
+
+
+def takes_row(num_rows: int, sizes: tuple[int, int], device: torch.device) -> bool:
+    """Return whether `row_experts.py` computes experts with these two inner sums. The code has each tile once."""
+    return num_rows == 1 and has_tile_loads(device) and max(sizes) <= MOST_ROW_TILES * ROW_DEPTH
 
 
 PACKED_TILES = (

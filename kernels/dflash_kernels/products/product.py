@@ -6,6 +6,7 @@ time when a product does not fill the device, and in extra passes that add up pa
 - The kernel cuts a long sum into parts (split-K). The next norm adds up the parts while it reads them.
 - One program computes both products of a feed-forward layer and applies the gate.
 - From 33 rows on, descriptors load the tiles. This leaves more of the multiprocessor to the tensor cores.
+- One row needs no tensor cores (`row_product.py`).
 
 `product_config.py` decides which products torch computes instead. The weight is the side of the tile that tensor cores
 read from shared memory, so that few rows do not leave them idle.
@@ -24,6 +25,7 @@ from dflash_kernels.launch import IS_INTERPRETED, ceil_div, check_dtypes, check_
 from dflash_kernels.products.activation import SILU, Gate, gate_options, gate_ref, joined_tiles, silu_mul
 from dflash_kernels.products.many_rows import cut_of_head, cut_of_many_rows, gate_many_rows, multiply_many_rows
 from dflash_kernels.products.product_config import MAX_PRODUCT_ROWS, ProductShape, product_shape
+from dflash_kernels.products.row_product import cut_of_row, row_product
 from dflash_kernels.products.tile_loads import can_describe, describe
 
 
@@ -111,6 +113,9 @@ def product(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 def product_parts(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `product_parts_ref` in one launch, with enough parts to fill the device. The first part has the bias."""
+    cut = cut_of_row(hidden, weight)
+    if cut is not None:
+        return row_product(hidden, weight, cut, bias=bias)
     shape = _shape_of(hidden, weight, has_parts=True)
     if shape is None:
         return functional.linear(hidden, weight, bias)[None]
@@ -119,6 +124,9 @@ def product_parts(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 def gated_product(hidden: Tensor, weight: Tensor, gate: Gate = SILU) -> Tensor:
     """Compute `gated_product_ref` in one launch, or in two if a library is faster."""
+    row = cut_of_row(hidden, weight, is_gated=True)
+    if row is not None:
+        return row_product(hidden, weight, row, gate=gate, lets_next_begin=False)[0]
     shape = _shape_of(hidden, weight, is_gated=True)
     if shape is None:
         cut = cut_of_many_rows(hidden, weight)

@@ -86,6 +86,42 @@ def product_shape(
     return ProductShape(rows, columns, inner, num_parts, num_stages)
 
 
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """Tiling of the product of one row: weight rows of a tile, number of parts of the inner sum, and tiles ahead.
+
+    tiles_ahead  tiles of the weight that are loaded at the same time, in registers
+    """
+
+    weight_rows: int
+    num_parts: int
+    tiles_ahead: int
+    num_warps: int = 8
+    max_registers: int = 128
+
+
+ROW_DEPTH = 128
+"""Inner width of a tile of one row's product."""
+
+MOST_ROW_TILES = 32
+"""Most tiles of a part of one row's product: the code has each tile once."""
+
+
+def row_shape(num_columns: int, depth: int, device: torch.device, *, is_gated: bool = False) -> RowShape | None:
+    """Return the tiling of one row's product, or None if it is not used. Two programs share a multiprocessor.
+
+    A wide gated product has tiles enough for tensor cores.
+    """
+    weight_rows, num_places = 32, 2 * num_multiprocessors(device)
+    num_tiles = ceil_div(num_columns, weight_rows // 2 if is_gated else weight_rows)
+    if not has_tile_loads(device) or num_columns >= MANY_COLUMNS or (is_gated and num_tiles > num_places):
+        return None
+    num_parts = 1 if is_gated else max(min(num_places // num_tiles, depth // (4 * ROW_DEPTH), MAX_PARTS), 1)
+    if ceil_div(ceil_div(depth, ROW_DEPTH), num_parts) > MOST_ROW_TILES:
+        return None
+    return RowShape(weight_rows, num_parts, tiles_ahead=6)
+
+
 def _wide_shape(
     num_rows: int, num_columns: int, depth: int, itemsize: int, device: torch.device, *, is_gated: bool
 ) -> ProductShape | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dflash_kernels.fp8.fp8_weight import Fp8Weight, Rows, plain_rows
+from dflash_kernels.mixtures.dense_beside import Dense
 from dflash_kernels.mixtures.experts import Weight
 from dflash_kernels.mixtures.fp8_experts import fp8_experts_ref
 from dflash_kernels.mixtures.mxfp4 import Packed, pack, unpack
@@ -77,11 +78,10 @@ class Experts:
     def __call__(self, hidden: Rows) -> Tensor:
         """[T, hidden] -> parts [P, T, hidden]."""
         rows = plain_rows(hidden)
-        return self.compute(rows, rows)
+        return self.compute(rows, *self.choose(rows))
 
-    def compute(self, hidden: Tensor, seen: Tensor) -> Tensor:
-        """As a call, with the router's own view of the rows, `seen` [T, hidden]."""
-        chosen, scores = self.choose(seen)
+    def compute(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+        """As a call, with experts and scores that `choose` returned."""
         if self.is_grouped:
             return self.grouped(hidden, chosen, scores)
         return self.one_by_one(hidden, chosen, scores)[None]
@@ -112,6 +112,12 @@ class Experts:
             self.num_shared,
             self.router_bias,
             self.factors,
+        )
+
+    def choose_beside(self, seen: Tensor, dense: Dense) -> tuple[Tensor, Tensor, Tensor]:
+        """As `choose`, from the router's rows [T, hidden], with the parts [P, T, hidden] of a dense feed-forward."""
+        return self.kernels.choose_beside(
+            seen, self.router, self.num_chosen, self.has_normalised_scores, self.factors, dense
         )
 
     def one_by_one(self, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:

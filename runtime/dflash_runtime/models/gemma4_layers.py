@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash_kernels.mixtures.dense_beside import Dense
 from dflash_kernels.norms.sandwich_norm import Beside
 from dflash_kernels.suite import Kernels
 from dflash_runtime.checkpoint.targets.layer_kinds import FULL, SLIDING
@@ -78,9 +79,15 @@ class GemmaLayer:
         """Normalised rows [N, T, hidden] -> parts of the feed-forward's output, and the output of the experts."""
         if self.beside is None:
             return ranks.total(self.mlp(normed[0])), None
-        own = self.beside
-        experts = ranks.total(own.experts.compute(normed[1], normed[2]))
-        return ranks.total(self.mlp(normed[0])), Beside(experts, own.dense_norm, own.norm)
+        own, (dense_rows, expert_rows, seen) = self.beside, normed
+        if isinstance(self.mlp.gate_up.weight, Tensor) and isinstance(self.mlp.down.weight, Tensor):
+            dense = Dense(dense_rows, self.mlp.gate_up.weight, self.mlp.down.weight, self.mlp.gate)
+            chosen, scores, parts = own.experts.choose_beside(seen, dense)
+        else:
+            chosen, scores = own.experts.choose(seen)
+            parts = self.mlp(dense_rows)
+        experts = own.experts.compute(expert_rows, chosen, scores)
+        return ranks.total(parts), Beside(ranks.total(experts), own.dense_norm, own.norm)
 
 
 class GemmaStack(DecoderStack):

@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dflash_kernels.launch_config import has_tile_loads
 from dflash_kernels.mixtures import experts as module
 from dflash_kernels.mixtures.expert_choice import choose_experts
 from dflash_kernels.mixtures.experts import experts, experts_ref
-from dflash_kernels.mixtures.mixture_config import MAX_EXPERT_ROWS, experts_shape
+from dflash_kernels.mixtures.mixture_config import MAX_EXPERT_ROWS, experts_shape, takes_row
 from dflash_testing.tensors import DEVICE, assert_mostly_equal, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -49,6 +50,8 @@ def assert_parts_right(
 
 SIZES = [
     (1, 8, 2, 32, 64),  # one row
+    (1, 6, 3, 72, 300),  # one row, tiles beyond columns and depth
+    (1, 4, 2, 8, 4112),  # one row, a sum too long for the kernel of one row
     (4, 32, 2, 32, 64),  # the most routes for one program per route; some experts are not chosen
     (5, 11, 3, 24, 72),  # one program per expert; partly filled tiles
     (7, 9, 1, 40, 16),
@@ -95,6 +98,13 @@ def test_a_row_that_is_not_finite_does_not_change_others(num_experts: int) -> No
     others = [0, 1, 3, 4, 5]
     assert torch.equal(found[:, others], clean[:, others])
     assert found[:, 2].isnan().all()
+
+
+@pytest.mark.reference
+def test_one_row_with_short_sums_has_a_kernel_of_its_own() -> None:
+    can = has_tile_loads(DEVICE)
+    for num_rows, *_, width, hidden_size in SIZES:
+        assert takes_row(num_rows, (hidden_size, width), DEVICE) == (can and num_rows == 1 and hidden_size <= 4096)
 
 
 def test_rows_may_be_views_of_a_wider_tensor() -> None:
