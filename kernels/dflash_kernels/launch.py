@@ -46,6 +46,7 @@ IS_INTERPRETED: bool = HAS_TRITON and triton.knobs.runtime.interpret
 """Whether kernels run on the CPU in Triton's interpreter. TRITON_INTERPRET decides this when Triton is imported."""
 
 jit = triton.jit
+constexpr_function = triton.constexpr_function
 constexpr = tl.constexpr
 
 

@@ -24,6 +24,7 @@ from torch.nn import functional
 from dflash_kernels.early_launch import early, let_next_launch_begin, wait_for_launches_before
 from dflash_kernels.launch import IS_INTERPRETED, ceil_div, check_dtypes, check_tensors, jit, power_of_2, require, tl
 from dflash_kernels.mixtures.expert_rows import down_rows, find_rows, find_scored_rows, find_tile, gated_rows
+from dflash_kernels.mixtures.few_packed_rows import few_packed_rows, has_few_rows
 from dflash_kernels.mixtures.joint_experts import joint_experts
 from dflash_kernels.mixtures.mixture_config import (
     JOINT_ROWS,
@@ -165,16 +166,19 @@ def experts(
     require(are_contiguous, "gate_up, down, chosen, scores", "contiguous memory")
     shapes = (num_experts, 2 * depth), (num_experts, width)
     require(biases is None or (biases[0].shape, biases[1].shape) == shapes, "biases", "one number per row of weights")
+    biases = None if biases is None else (biases[0].contiguous(), biases[1].contiguous())
     is_row = biases is None and takes_row(num_rows, (width, depth), hidden.device)
     if is_row and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         return row_experts(hidden, gate_up, down, chosen, scores, gate)
+    if isinstance(gate_up, Packed) and isinstance(down, Packed) and has_few_rows(hidden, gate_up, down):
+        return few_packed_rows(hidden, gate_up, down, chosen, scores, gate, biases)
     shape_of = packed_experts_shape if is_packed else experts_shape
     shape = shape_of(num_rows, num_chosen, num_experts, hidden.element_size(), hidden.device)
     options = {
         "IS_FAST": all(weight.has_small_scales for weight in (gate_up, down) if isinstance(weight, Packed)),
         "HAS_BIAS": biases is not None, "NUM_EXPERTS": num_experts, **_options(shape, num_chosen, hidden.device),
     }  # fmt: skip
-    added = (hidden, hidden) if biases is None else (biases[0].contiguous(), biases[1].contiguous())
+    added = (hidden, hidden) if biases is None else biases
     num_indexes = num_rows * num_chosen if shape.is_by_route else num_experts
     rest = (chosen, scores, gate, added)
     if isinstance(gate_up, Packed) and isinstance(down, Packed) and num_rows in JOINT_ROWS:

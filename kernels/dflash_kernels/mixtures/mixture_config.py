@@ -80,6 +80,26 @@ JOINT_ROWS = range(5, 33)
 """Numbers of rows for which one launch computes both products of packed experts (`joint_experts.py`)."""
 
 
+@dataclass(frozen=True, slots=True)
+class FewPackedShape:
+    """Warps of a program of gate and up, and warps and groups of 32 columns of a program of `down`."""
+
+    gate_warps: int
+    down_warps: int
+    down_groups: int
+
+
+FEW_PACKED = ((1, FewPackedShape(4, 4, 1)), (2, FewPackedShape(2, 4, 2)), (4, FewPackedShape(1, 2, 2)))
+"""Most rows, and the tiling of packed experts in which each warp multiplies by itself (`few_packed_rows.py`)."""
+
+MAX_FEW_PACKED = FEW_PACKED[-1][0]
+
+
+def few_packed_shape(num_rows: int) -> FewPackedShape:
+    """Return the tiling of up to MAX_FEW_PACKED rows."""
+    return next(shape for most, shape in FEW_PACKED if num_rows <= most)
+
+
 def packed_experts_shape(
     num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
 ) -> ExpertsShape:

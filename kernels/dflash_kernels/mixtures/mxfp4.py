@@ -161,18 +161,27 @@ def _number_in(view: Tensor, half: int) -> Tensor:
     return ((view >> (MAGNITUDE_AT + 16 * half)) & 7) | (((view >> (SIGN_AT + 16 * half)) & 1) << 3)
 
 
+MASK = "0x81C081C0"
+"""The bits of two numbers in a view of a word."""
+
+MASKED_VIEWS = (
+    "and.b32 {to}, {word}, {mask};",
+    "shl.b32 {to}, {word}, 4;  and.b32 {to}, {to}, {mask};",
+    "shf.l.wrap.b32 {to}, {word}, {word}, 10;  and.b32 {to}, {to}, {mask};",
+    "shl.b32 {to}, {word}, 6;  shr.u32 {other}, {word}, 2;  lop3.b32 {to}, {to}, {other}, {mask}, 0x28;",
+)
+"""The instructions for the numbers in each of the four views of a word."""
+
+
 def _unpack_word(first: int, word: int, factors: int) -> str:
     """Return the instructions that unpack one word into four registers, by the numbers of their operands."""
-    mask = "0x81C081C0"
-    return f"""
-    mov.b32 {{l, h}}, ${factors};  mov.b32 f, {{l, l}};
-    and.b32 t, ${word}, {mask};  fma.rn.bf16x2 ${first}, t, f, z;
-    shl.b32 t, ${word}, 4;  and.b32 t, t, {mask};  fma.rn.bf16x2 ${first + 1}, t, f, z;
-    mov.b32 f, {{h, h}};
-    shf.l.wrap.b32 t, ${word}, ${word}, 10;  and.b32 t, t, {mask};  fma.rn.bf16x2 ${first + 2}, t, f, z;
-    shl.b32 t, ${word}, 6;  shr.u32 s, ${word}, 2;  lop3.b32 t, t, s, {mask}, 0x28;
-    fma.rn.bf16x2 ${first + 3}, t, f, z;
-"""
+    lines = [f"mov.b32 {{l, h}}, ${factors};"]
+    for view, masked in enumerate(MASKED_VIEWS):
+        if view % 2 == 0:
+            lines.append(f"mov.b32 f, {{{'h, h' if view else 'l, l'}}};")
+        lines.append(masked.format(to="t", word=f"${word}", other="s", mask=MASK))
+        lines.append(f"fma.rn.bf16x2 ${first + view}, t, f, z;")
+    return "\n".join(lines)
 
 
 def _unpacking(words: str) -> str:
@@ -180,26 +189,31 @@ def _unpacking(words: str) -> str:
     return f"""
 {{
     .reg .b32 t, s, z, f;  .reg .b16 l, h;
-    mov.b32 z, 0x80008000;{words}}}
+    mov.b32 z, 0x80008000;
+{words}
+}}
 """
 
 
 UNPACK_FIRST, UNPACK_LAST = constexpr(_unpacking(_unpack_word(0, 4, 6))), constexpr(_unpacking(_unpack_word(0, 5, 6)))
 """As `UNPACK`, for the first or the last word of a pair and the factors of its two blocks -> 4 pairs of columns."""
 
-UNPACK = constexpr(_unpacking(_unpack_word(0, 8, 10) + _unpack_word(4, 9, 12)))
+UNPACK = constexpr(_unpacking(_unpack_word(0, 8, 10) + "\n" + _unpack_word(4, 9, 12)))
 """Two words of a pair and the factors of their four blocks -> 8 pairs of adjacent columns, as bfloat16.
 
 The bits of a number, moved to the sign, the low exponent bits and the high mantissa bit of a bfloat16, are the number
 times 2 ** -126: subnormal numbers included. A factor is 2 ** 126 times the scale, so the product is exact.
 """
 
-FACTORS = constexpr("""
-{
+FACTOR_MASK = "0x7F807F80"
+"""The bits of two factors in a word of scales."""
+
+FACTORS = constexpr(f"""
+{{
     .reg .b32 t;
-    and.b32 $0, $2, 0x7F807F80;
-    shf.l.wrap.b32 t, $2, $2, 8;  and.b32 $1, t, 0x7F807F80;
-}
+    and.b32 $0, $2, {FACTOR_MASK};
+    shf.l.wrap.b32 t, $2, $2, 8;  and.b32 $1, t, {FACTOR_MASK};
+}}
 """)
 """A word of four scales of at most `LARGEST_SCALE` -> their factors for `UNPACK`, two in each register."""
 

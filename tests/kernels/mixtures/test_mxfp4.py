@@ -100,7 +100,9 @@ def run_unpack(weight: Packed, text: str, half: int | None = None) -> tuple[Tens
         pytest.param(*counts, gate, marks=() if gate is CLAMPED or counts == (3, 4, 4) else pytest.mark.slow)
         for counts in (
             (1, 4, 2),
+            (2, 9, 3),
             (3, 4, 4),
+            (4, 16, 4),
             (9, 5, 2),
             (20, 5, 2),
             (70, 4, 2),
