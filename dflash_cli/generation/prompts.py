@@ -88,7 +88,7 @@ class PromptRow:
 
 @contextmanager
 def naming_row(row: PromptRow) -> Iterator[None]:
-    """Add the place of a row to errors of code that knows only its tokens."""
+    """Add the file and line of a row to errors of code that knows only the row's tokens."""
     try:
         yield
     except RequestError as error:
