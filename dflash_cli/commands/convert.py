@@ -53,7 +53,7 @@ class ConversionRequest(ForceOptions, ReadingOptions):
     to: Annotated[
         str,
         Option(
-            metavar="DIALECT", group=ESSENTIALS, 
+            metavar="DIALECT", group=ESSENTIALS,
             help=lambda: f"Dialect to write: {', '.join(writable_words())}. A dialect named "
             "after an engine is native, with every key that the engine needs to read the draft as it was trained.",
         ),

@@ -86,10 +86,11 @@ class EvaluationRequest(
     ] = False  # fmt: skip
     workers: Annotated[
         str | None,
-        Option(is_per_run=True, 
-            metavar="N", group=ENGINE, is_setting=False,
-            help="Spread the prompts over N processes, one per GPU. Or over a Ray cluster: auto or ray://HOST:PORT, "
-            "with #N for N workers. Prompts of a lost worker are asked again. Needs ray (extra: ray).",
+        Option(
+            is_per_run=True, metavar="N", group=ENGINE, is_setting=False,
+            help="N: spread the prompts over N processes, one per GPU. auto or ray://HOST:PORT: spread them over a Ray "
+            "cluster; #N at the end asks for N workers, and prompts of a lost one are asked again. Needs ray (extra: "
+            "ray).",
         ),
     ] = None  # fmt: skip
     calibration: Annotated[
@@ -102,15 +103,15 @@ class EvaluationRequest(
     ] = False  # fmt: skip
     show_all: Annotated[
         bool,
-        Option(is_per_run=True, 
-            flag="--all", group=OUTPUT, is_setting=False,
+        Option(
+            is_per_run=True, flag="--all", group=OUTPUT, is_setting=False,
             help="Also show the most often rejected tokens, and the figure in each project's definition.",
         ),
     ] = False  # fmt: skip
     trace: Annotated[
         int,
-        Option(is_per_run=True, 
-            min=0, group=OUTPUT, is_setting=False,
+        Option(
+            is_per_run=True, min=0, group=OUTPUT, is_setting=False,
             help="Also show each step of the first N prompts: accepted tokens, the target's token, the rejected token.",
         ),
     ] = 0  # fmt: skip

@@ -88,8 +88,8 @@ class GenerationRequest(
     ] = None
     output: Annotated[
         str | None,
-        Option(is_per_run=True, 
-            short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
+        Option(
+            is_per_run=True, short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="Write the answers to FILE as JSON Lines; - writes them to stdout.",
         ),
     ] = None  # fmt: skip
@@ -113,8 +113,8 @@ class GenerationRequest(
     ] = None  # fmt: skip
     trace: Annotated[
         int,
-        Option(is_per_run=True, 
-            min=0, group=OUTPUT, is_setting=False,
+        Option(
+            is_per_run=True, min=0, group=OUTPUT, is_setting=False,
             help="Show each step of the first N prompts: accepted tokens, the target's own token, the rejected one. "
             "--output and --json contain these steps too.",
         ),

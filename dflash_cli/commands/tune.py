@@ -115,8 +115,8 @@ class TuningRequest(
     ] = 4  # fmt: skip
     output: Annotated[
         Path | None,
-        Option(is_per_run=True, 
-            short="-o", metavar="DIR", group=ESSENTIALS, is_setting=False,
+        Option(
+            is_per_run=True, short="-o", metavar="DIR", group=ESSENTIALS, is_setting=False,
             help="Keep each answer when it ends, and the step times, in files of DIR.",
         ),
     ] = None  # fmt: skip

@@ -56,8 +56,8 @@ class ProbeOptions(TemperatureOptions, VerdictOptions, PromptOptions, ResumableO
     ] = (1, 8)  # fmt: skip
     result: Annotated[
         Path | None,
-        Option(is_per_run=True, 
-            metavar="FILE", group=ESSENTIALS, is_setting=False,
+        Option(
+            is_per_run=True, metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="A local result to compare with: a file of eval-acceptance, written with --output or --json.",
         ),
     ] = None  # fmt: skip
@@ -119,8 +119,8 @@ class ProbeOptions(TemperatureOptions, VerdictOptions, PromptOptions, ResumableO
     ] = 3  # fmt: skip
     api_key_env: Annotated[
         str | None,
-        Option(is_per_run=True, 
-            metavar="NAME", group=MEASURING, is_setting=False,
+        Option(
+            is_per_run=True, metavar="NAME", group=MEASURING, is_setting=False,
             help="Environment variable with the server's key. The key is sent to URL only, and never printed.",
         ),
     ] = None  # fmt: skip
