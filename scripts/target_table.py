@@ -59,6 +59,9 @@ TRIED = {
 QUANTIZED, IN_FP8 = "test_hosted_quantization.py", "test_fp8_targets.py"
 """The tests of quantised weights, and of weights in FP8 that native code multiplies."""
 
+REFUSED_WEIGHTS = "test_refused_quantization.py"
+"""The test of quantised weights that are refused."""
+
 HEAD = """# Targets
 
 What `dflash` does with the config of each target family that drafts are published for. Printed by `python
@@ -228,7 +231,7 @@ def which_test(tried: Tried, whole: str, text: str) -> str:
 def refusal_test(source: TargetSource, reason: str) -> str:
     """The test that checks a refusal."""
     if reason.startswith("quantised weights"):
-        return f"`{QUANTIZED}`"
+        return f"`{REFUSED_WEIGHTS}`"
     known = source.facts.model_type if source.facts.model_type in REFUSED else "never_published"
     return f"`test_hosted.py`, {known}"
 

@@ -72,19 +72,10 @@ def measure(
     session.check_params(request.params)
     params = request.params.with_stops(session.stop_token_ids)
     settings = session.run_settings(params, chat=request.chat)
-    sinks: list[Sink] = [] if tally is None else [tally.add]
-    failed: list[Answer] = []
     started = time.perf_counter()
     with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
-        if progress is not None:
-            progress.resume(journal.answers)
-            sinks.append(progress)
-        for event in _answer(session, journal.pending, params, chat=request.chat):
-            for sink in sinks:
-                sink(event)
-            if event.answer is not None:
-                journal.add(event.answer)
-                failed += [event.answer] if event.answer.output.error is not None else []
+        events = _answer(session, journal.pending, params, chat=request.chat)
+        failed = _keep(events, journal, tally, progress)
     journal.drop_unfinished()
     answers = [answer for answer in journal.answers if not answer.row.is_plain]
     blocks = predict_blocks((answer.row.prompt_index, answer.output) for answer in answers)
@@ -116,6 +107,24 @@ def measure(
         failed=failures,
         seconds=time.perf_counter() - started,
     )
+
+
+def _keep(
+    events: Iterable[Event], journal: Journal, tally: Tally | None, progress: AcceptanceProgress | None
+) -> list[Answer]:
+    """Write each answer to the journal as it ends, and return the failed ones."""
+    sinks: list[Sink] = [] if tally is None else [tally.add]
+    failed: list[Answer] = []
+    if progress is not None:
+        progress.resume(journal.answers)
+        sinks.append(progress)
+    for event in events:
+        for sink in sinks:
+            sink(event)
+        if event.answer is not None:
+            journal.add(event.answer)
+            failed += [event.answer] if event.answer.output.error is not None else []
+    return failed
 
 
 def _answer(session: Answering, rows: Sequence[PromptRow], params: SamplingParams, *, chat: bool) -> Iterator[Event]:

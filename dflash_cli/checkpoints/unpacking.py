@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dflash_cli.formats.fields import REMOVED, with_keys
-from dflash_cli.formats.gguf import FILE_TYPE, OWN
+from dflash_cli.formats.gguf_fields import FILE_TYPE, OWN
 from dflash_runtime.checkpoint.canonical_names import QUANTIZATION_FILE
 from dflash_runtime.checkpoint.quantised.fp8_format import fp8_matrices, read_fp8_format, refuse_unless_fp8
 from dflash_runtime.checkpoint.stored.files import Checkpoint

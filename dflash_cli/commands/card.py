@@ -42,8 +42,8 @@ class CardRequest(ResultOptions):
     ] = None
     insert: Annotated[
         Path | None,
-        Option(is_per_run=True, 
-            metavar="README", group=ESSENTIALS, is_setting=False,
+        Option(
+            is_per_run=True, metavar="README", group=ESSENTIALS, is_setting=False,
             help="Insert section and metadata into an existing card, and replace earlier ones. Other text stays.",
         ),
     ] = None  # fmt: skip

@@ -53,7 +53,7 @@ class ConversionRequest(ForceOptions, ReadingOptions):
     to: Annotated[
         str,
         Option(
-            metavar="DIALECT", group=ESSENTIALS, 
+            metavar="DIALECT", group=ESSENTIALS,
             help=lambda: f"Dialect to write: {', '.join(writable_words())}. A dialect named "
             "after an engine is native, with every key that the engine needs to read the draft as it was trained.",
         ),
@@ -93,8 +93,8 @@ class ConversionRequest(ForceOptions, ReadingOptions):
     quantize: Annotated[
         Literal["fp8"] | None,
         Option(
-            help="fp8 rounds fc, o and the feed-forward of each layer to 8-bit floats with a scale per 128 x 128 "
-            "numbers. q, k, v and the head stay as they are, with --to sglang fc too. Default: no rounding."
+            help="fp8: round fc, o and the feed-forward of each layer to 8-bit floats with a scale per 128 x 128 "
+            "numbers. Not rounded: q, k, v, the head, and with --to sglang fc. Default: no rounding."
         ),
     ] = None  # fmt: skip
     quantize_all: Annotated[

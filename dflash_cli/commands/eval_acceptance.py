@@ -33,11 +33,16 @@ from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dflash_cli.acceptance.acceptance_report import Evaluation
     from dflash_cli.acceptance.measure import EvaluationPlan
+    from dflash_cli.acceptance.prompt_choice import PromptChoice
     from dflash_cli.generation.answers import Answering, Tally
+    from dflash_cli.generation.conditions import Condition
     from dflash_cli.generation.loaded_pair import OpenedPair
     from dflash_runtime.engine_config import EngineConfig
+    from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 OF_THE_TEXT = (
     "prompts", "num_prompts", "target", "chat", "resume", "dataset", "thinking", "context_lengths",
@@ -81,10 +86,11 @@ class EvaluationRequest(
     ] = False  # fmt: skip
     workers: Annotated[
         str | None,
-        Option(is_per_run=True, 
-            metavar="N", group=ENGINE, is_setting=False,
-            help="Spread the prompts over N processes, one per GPU. Or over a Ray cluster: auto or ray://HOST:PORT, "
-            "with #N for N workers. Prompts of a lost worker are asked again. Needs ray (extra: ray).",
+        Option(
+            is_per_run=True, metavar="N", group=ENGINE, is_setting=False,
+            help="N: spread the prompts over N processes, one per GPU. auto or ray://HOST:PORT: spread them over a Ray "
+            "cluster; #N at the end asks for N workers, and prompts of a lost one are asked again. Needs ray (extra: "
+            "ray).",
         ),
     ] = None  # fmt: skip
     calibration: Annotated[
@@ -97,15 +103,15 @@ class EvaluationRequest(
     ] = False  # fmt: skip
     show_all: Annotated[
         bool,
-        Option(is_per_run=True, 
-            flag="--all", group=OUTPUT, is_setting=False,
+        Option(
+            is_per_run=True, flag="--all", group=OUTPUT, is_setting=False,
             help="Also show the most often rejected tokens, and the figure in each project's definition.",
         ),
     ] = False  # fmt: skip
     trace: Annotated[
         int,
-        Option(is_per_run=True, 
-            min=0, group=OUTPUT, is_setting=False,
+        Option(
+            is_per_run=True, min=0, group=OUTPUT, is_setting=False,
             help="Also show each step of the first N prompts: accepted tokens, the target's token, the rejected token.",
         ),
     ] = 0  # fmt: skip
@@ -237,11 +243,9 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         check_workers(request.workers, config)
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
     from dflash_cli.acceptance.answered_run import find_answered
-    from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.checkpoints.opening import Overrides
     from dflash_cli.generation.announcements import announce_loading
-    from dflash_cli.generation.context_marks import context_marks
     from dflash_cli.generation.loaded_pair import open_pair
 
     params = request.sampling_params(request.max_new_tokens)
@@ -250,7 +254,25 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         template_options=request.template_options,
     )  # fmt: skip
     choice = choose_prompts(request, pair, given, conditions=conditions)
-    plan = EvaluationPlan(
+    plan = _plan(request, pair, params, choice, conditions)
+    answered = None if request.disaggregated else find_answered(pair, config, plan)
+    _check_prefill_draft(request, config)
+    if answered is None:
+        announce_loading(pair.references, device=config.device)
+    evaluation, tally, max_model_len = _answer(request, pair, config, plan, answered)
+    evaluation = dataclasses.replace(evaluation, settings=to_json({**request.settings(), **evaluation.settings}))
+    return evaluation, tally, pair, max_model_len
+
+
+def _plan(
+    request: EvaluationRequest, pair: "OpenedPair", params: "SamplingParams", choice: "PromptChoice",
+    conditions: "Sequence[Condition]",
+) -> "EvaluationPlan":  # fmt: skip
+    """The prompts, and how they are answered and counted."""
+    from dflash_cli.acceptance.measure import EvaluationPlan
+    from dflash_cli.generation.context_marks import context_marks
+
+    return EvaluationPlan(
         rows=choice.rows,
         params=params,
         source=choice.source,
@@ -265,27 +287,25 @@ def _run(request: EvaluationRequest) -> "tuple[Evaluation, Tally, OpenedPair, in
         force=request.force,
         lock_sha256=check_lock(request.lock, pair.directories),
     )
-    answered = None if request.disaggregated else find_answered(pair, config, plan)
-    _check_prefill_draft(request, config)
-    if answered is None:
-        announce_loading(pair.references, device=config.device)
+
+
+def _answer(
+    request: EvaluationRequest, pair: "OpenedPair", config: "EngineConfig", plan: "EvaluationPlan",
+    answered: "Answering | None",
+) -> "tuple[Evaluation, Tally, int]":  # fmt: skip
+    """Answer the prompts, here or by workers. Returns the evaluation, the answers and the model length."""
     if request.disaggregated:
         from dflash_cli.handoff.disaggregation import compare_with_one_engine
         from dflash_cli.handoff.handed_session import open_handed
 
         with open_handed(pair, config, request, threads=request.threads) as handed:
             evaluation, tally = _measure(handed, plan)
-            evaluation = compare_with_one_engine(evaluation, handed, plan, tally)
-            max_model_len = handed.max_model_len
-    else:
-        from dflash_cli.workers.open_crew import open_answering
+            return compare_with_one_engine(evaluation, handed, plan, tally), tally, handed.max_model_len
+    from dflash_cli.workers.open_crew import open_answering
 
-        opened = open_answering(pair, config, request.workers, threads=request.threads)
-        with opened if answered is None else nullcontext(answered) as answering:
-            evaluation, tally = _measure(answering, plan)
-            max_model_len = answering.max_model_len
-    evaluation = dataclasses.replace(evaluation, settings=to_json({**request.settings(), **evaluation.settings}))
-    return evaluation, tally, pair, max_model_len
+    opened = open_answering(pair, config, request.workers, threads=request.threads)
+    with opened if answered is None else nullcontext(answered) as answering:
+        return *_measure(answering, plan), answering.max_model_len
 
 
 def _check_prefill_draft(request: EvaluationRequest, config: "EngineConfig") -> None:

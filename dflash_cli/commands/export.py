@@ -36,8 +36,8 @@ class ExportRequest(ResultOptions):
     ]  # fmt: skip
     output: Annotated[
         Path | None,
-        Option(is_per_run=True, 
-            short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
+        Option(
+            is_per_run=True, short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="Write to FILE; golden-al adds to an existing file. Default: stdout.",
         ),
     ] = None  # fmt: skip

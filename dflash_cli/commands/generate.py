@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dflash_cli.generation.prompt_sets import PromptSet
     from dflash_cli.generation.prompts import PromptRow
     from dflash_cli.handoff.handing import Handing
+    from dflash_runtime.engine_config import EngineConfig
     from dflash_runtime.lossless import Lossless
     from dflash_runtime.scheduling.sampling_params import SamplingParams
 
@@ -87,8 +88,8 @@ class GenerationRequest(
     ] = None
     output: Annotated[
         str | None,
-        Option(is_per_run=True, 
-            short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
+        Option(
+            is_per_run=True, short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="Write the answers to FILE as JSON Lines; - writes them to stdout.",
         ),
     ] = None  # fmt: skip
@@ -112,8 +113,8 @@ class GenerationRequest(
     ] = None  # fmt: skip
     trace: Annotated[
         int,
-        Option(is_per_run=True, 
-            min=0, group=OUTPUT, is_setting=False,
+        Option(
+            is_per_run=True, min=0, group=OUTPUT, is_setting=False,
             help="Show each step of the first N prompts: accepted tokens, the target's own token, the rejected one. "
             "--output and --json contain these steps too.",
         ),
@@ -199,14 +200,7 @@ def run(
     from dflash_cli.generation.loaded_pair import load_session, open_pair
 
     handing = _open_handing(request, named) if request.has_handoffs else None  # before anything is fetched
-    config = request.engine_config(
-        num_draft_tokens=request.num_speculative_tokens,
-        num_tree_nodes=request.tree,
-        tree_candidates=request.tree_candidates,
-        draft_sampling=request.draft_sampling,
-        max_num_requests=request.concurrency,
-        tensor_parallel_size=request.tensor_parallel,
-    )
+    config = _engine_config(request)
     params = request.sampling_params(request.max_new_tokens)
     opened = open_pair(
         request.draft, request.target, config, params=params, overrides=Overrides(request.causality, request.layout),
@@ -216,13 +210,8 @@ def run(
     given = handing.prompts if handing is not None and named is None else named
     choice = choose_prompts(request, opened, given, conditions=conditions)
     announce_loading(opened.references, plain=config.num_draft_tokens == 0, device=config.device)
-    from dflash_runtime.device.setup.settings import can_adapt
-
     handing = handing or _open_handing(request, named)
-    may_adapt = request.verify_width is None and not request.has_grammar and can_adapt(config)
-    is_adaptive = request.verify_width == "auto" or may_adapt
-    config = replace(config, adaptive_width=is_adaptive, row_budget=request.verify_width == "budget")
-    session = load_session(opened, config, threads=request.threads)
+    session = load_session(opened, _with_width(request, config), threads=request.threads)
     params = handing.params or params.with_stops(session.stop_token_ids)
     handing.check_pair(session.llm)
     session.warm_up(params, len(choice.rows))
@@ -239,6 +228,26 @@ def run(
         is_interrupted=is_interrupted,
         num_traced=request.trace,
     )
+
+
+def _engine_config(request: GenerationRequest) -> "EngineConfig":
+    return request.engine_config(
+        num_draft_tokens=request.num_speculative_tokens,
+        num_tree_nodes=request.tree,
+        tree_candidates=request.tree_candidates,
+        draft_sampling=request.draft_sampling,
+        max_num_requests=request.concurrency,
+        tensor_parallel_size=request.tensor_parallel,
+    )
+
+
+def _with_width(request: GenerationRequest, config: "EngineConfig") -> "EngineConfig":
+    """The config with adaptive width or a row budget, as asked for. By default, steps adapt where they can."""
+    from dflash_runtime.device.setup.settings import can_adapt
+
+    may_adapt = request.verify_width is None and not request.has_grammar and can_adapt(config)
+    is_adaptive = request.verify_width == "auto" or may_adapt
+    return replace(config, adaptive_width=is_adaptive, row_budget=request.verify_width == "budget")
 
 
 @verb(GenerationRequest)

@@ -45,8 +45,8 @@ class PullRequest(ForceOptions):
         str | None,
         Option(
             metavar="NAME", group=ESSENTIALS, is_setting=False,
-            help="Download this GGUF file of the repository: its name, or its quantisation such as Q8_0. Needed only "
-            "if there are several, or safetensors weights beside it.",
+            help="Download this GGUF file of the repository: its name, or its quantisation such as Q8_0. Needed if "
+            "the repository has several GGUF files, or safetensors weights too.",
         ),
     ] = None  # fmt: skip
     dry_run: Annotated[

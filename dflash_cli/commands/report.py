@@ -29,8 +29,8 @@ class ReportRequest(ForceOptions):
     ]
     output: Annotated[
         Path | None,
-        Option(is_per_run=True, 
-            short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
+        Option(
+            is_per_run=True, short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="Write to FILE: .html, .svg, .pdf, .png, .md or .csv. Default: stdout.",
         ),
     ] = None  # fmt: skip

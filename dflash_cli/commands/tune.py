@@ -28,10 +28,13 @@ from dflash_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_cli.acceptance.acceptance_progress import AcceptanceProgress
+    from dflash_cli.acceptance.prompt_choice import PromptChoice
     from dflash_cli.generation.loaded_pair import PairSession
     from dflash_cli.tuning.tuned_engines import EngineSettings
     from dflash_cli.tuning.tuner import Tuning
     from dflash_cli.tuning.tuning_plan import TuningPlan
+    from dflash_runtime.engine_config import EngineConfig
+    from dflash_runtime.scheduling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +115,8 @@ class TuningRequest(
     ] = 4  # fmt: skip
     output: Annotated[
         Path | None,
-        Option(is_per_run=True, 
-            short="-o", metavar="DIR", group=ESSENTIALS, is_setting=False,
+        Option(
+            is_per_run=True, short="-o", metavar="DIR", group=ESSENTIALS, is_setting=False,
             help="Keep each answer when it ends, and the step times, in files of DIR.",
         ),
     ] = None  # fmt: skip
@@ -142,11 +145,9 @@ def tune(request: TuningRequest) -> "Tuning":
         UsageError, RequestError: a K does not fit the pair, or a prompt cannot be served.
     """
     from dflash_cli.generation.prompt_sets import read_prompts
-    from dflash_cli.tuning.tuning_plan import TuningPlan
 
     given = read_prompts(request.prompts, request.dataset, request.dataset_format, count=request.num_prompts)
     config = request.engine_config(draft_confidence=request.budget)
-    from dflash_cli.acceptance.measure import EvaluationPlan
     from dflash_cli.acceptance.prompt_choice import choose_prompts
     from dflash_cli.checkpoints.opening import Overrides
     from dflash_cli.generation.announcements import announce_loading
@@ -159,8 +160,23 @@ def tune(request: TuningRequest) -> "Tuning":
         request.draft, request.target, widest, params=params,
         overrides=Overrides(request.causality, request.layout), template_options=request.template_options,
     )  # fmt: skip
-    choice = choose_prompts(request, opened, given)
-    plan = TuningPlan(
+    plan = _plan(request, choose_prompts(request, opened, given), config, params)
+    assert opened.draft is not None
+    plan.runs(opened.draft.config.num_draft_tokens)  # refuses numbers and files that do not fit
+    announce_loading(opened.references, device=config.device)
+    from dflash_cli.tuning.speed import smallest
+
+    return _measure(load_session(opened, smallest(config), threads=request.threads), plan)
+
+
+def _plan(
+    request: TuningRequest, choice: "PromptChoice", config: "EngineConfig", params: "SamplingParams"
+) -> "TuningPlan":
+    """What is measured, and how."""
+    from dflash_cli.acceptance.measure import EvaluationPlan
+    from dflash_cli.tuning.tuning_plan import TuningPlan
+
+    return TuningPlan(
         evaluation=EvaluationPlan(
             rows=choice.rows,
             params=params,
@@ -181,12 +197,6 @@ def tune(request: TuningRequest) -> "Tuning":
         rivals=request.rivals,
         folder=request.output,
     )
-    assert opened.draft is not None
-    plan.runs(opened.draft.config.num_draft_tokens)  # refuses numbers and files that do not fit
-    announce_loading(opened.references, device=config.device)
-    from dflash_cli.tuning.speed import smallest
-
-    return _measure(load_session(opened, smallest(config), threads=request.threads), plan)
 
 
 def command(request: TuningRequest) -> None:

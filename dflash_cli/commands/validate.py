@@ -77,8 +77,8 @@ class ValidationRequest(
     ] = "headers"
     fix_out: Annotated[
         Path | None,
-        Option(is_per_run=True, 
-            metavar="DIR", group=ESSENTIALS, is_setting=False,
+        Option(
+            is_per_run=True, metavar="DIR", group=ESSENTIALS, is_setting=False,
             help="Write a corrected copy to DIR, and list what could not be corrected.",
         ),
     ] = None  # fmt: skip

@@ -97,7 +97,7 @@ def plan_renaming(checkpoint: Checkpoint, detection: Detection, spec: Conversion
             raise UnsupportedError(text, id="mask-embedding", path=checkpoint.path / name)
     in_order = sorted(checkpoint.tensors.values(), key=lambda info: (str(info.file), info.begin))
     tensors = [replace(info, name=renamed_tensor(info.name, renaming)) for info in in_order]
-    config = renamed_config(reading, renaming, _verifier(spec, checkpoint.config))
+    config = renamed_config(reading, renaming, _verifier(spec))
     draft = KindDraft(checkpoint, detection)
     result = detect_from(config, frozenset(info.name for info in tensors), checkpoint.config_path).format
     if isinstance(result, Kind):
@@ -138,7 +138,7 @@ def _find(reading: KindReading, to: str, path: Path) -> Renaming:
     of_target = [item for item in kind.renamings if item.to == to and item.since in (None, reading.variant)]
     reason = next(
         (f"it cannot state {text}" for item in of_target for text in kind.outside(item.demands, reading.values)),
-        "it has these names already" if of_target else _reason(kind, to),
+        "it has these names already" if of_target else _reason(kind),
     )
     words = sorted({item.to for item in kind.renamings if reading.renaming(item.to) is not None})
     raise UnsupportedError(
@@ -151,7 +151,7 @@ def _find(reading: KindReading, to: str, path: Path) -> Renaming:
     )
 
 
-def _reason(kind: Kind, to: str) -> str:
+def _reason(kind: Kind) -> str:
     return f"no names of {kind.title} drafts are known for it" if kind.renamings else kind.why_not_renamed
 
 
@@ -186,7 +186,7 @@ def _refuse_changed(before: KindReading, after: KindReading) -> None:
             raise GateFailed(f"the result would not state {name}", id="result-differs", field=key.names[0])
 
 
-def _verifier(spec: ConversionSpec, config: Mapping[str, Any]) -> Json | None:
+def _verifier(spec: ConversionSpec) -> Json | None:
     """The name and the architectures of the target, None if the user does not name it."""
     name = spec.verifier or spec.target_reference
     if name is None:

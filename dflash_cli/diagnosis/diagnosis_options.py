@@ -24,8 +24,8 @@ class DiagnosisOptions(DeviceOptions, PromptOptions):
         int | None,
         Option(
             min=4, group=ESSENTIALS,
-            help="Prompts to make from random ids, or to sample from the given prompts. New prompts test a cause. "
-            "Default: 32, or all given prompts.",
+            help="Prompts to make from random ids, or to sample from the given prompts. A cause is tested on "
+            "further prompts. Default: 32, or all given prompts.",
         ),
     ] = None  # fmt: skip
     expected: Annotated[

@@ -101,17 +101,15 @@ def unpacked_name(name: str) -> Path:
 
 
 @contextmanager
-def open_text(
-    path: Path | None, *, newline: str | None = None, error: type[DFlashError] = RequestError
-) -> Iterator[TextIO]:
+def open_text(path: Path | None, *, newline: str | None = None) -> Iterator[TextIO]:
     """Open the text of a file or a pipe, or of stdin if `path` is None, to read it line by line.
 
     Raises:
         CheckpointNotFound: the file does not exist.
-        error: the file is a directory, is not a whole gzip file, or is not UTF-8.
+        RequestError: the file is a directory, is not a whole gzip file, or is not UTF-8.
         FileUnreadable: the system does not give the file to this user.
     """
-    with open_lines(path, error=error) as stream:
+    with open_lines(path, error=RequestError) as stream:
         text = io.TextIOWrapper(cast(IO[bytes], stream), encoding="utf-8", newline=newline)
         try:
             yield text
@@ -175,11 +173,11 @@ def text_lines(text: str) -> list[str]:
     return lines if lines[-1] else lines[:-1]
 
 
-def bounded_lines(stream: TextIO, name: str, *, error: type[DFlashError] = RequestError) -> Iterator[tuple[int, str]]:
+def bounded_lines(stream: TextIO, name: str) -> Iterator[tuple[int, str]]:
     """Yield number and text of each line that is not blank. The stream may be a pipe.
 
     Raises:
-        error: a line or the whole text is too long.
+        RequestError: a line or the whole text is too long.
     """
     num_chars = 0
     for number in count(1):
@@ -188,7 +186,7 @@ def bounded_lines(stream: TextIO, name: str, *, error: type[DFlashError] = Reque
         if len(line) > MAX_JSON_BYTES or num_chars > MAX_ROWS_BYTES:
             expected = f"lines of at most {MAX_JSON_BYTES} and a text of at most {MAX_ROWS_BYTES} characters"
             text = f"found {num_chars} characters, expected {expected}"
-            raise error(text, id="json-too-large", path=f"{name}:{number}", found=num_chars, expected=expected)
+            raise RequestError(text, id="json-too-large", path=f"{name}:{number}", found=num_chars, expected=expected)
         if not line:
             return
         if line.strip():

@@ -59,15 +59,15 @@ def markov_parts(rank: int, head_type: str, found: Mapping[str, Any], draft_voca
     return {"vocab_size": found["vocab_size"], "draft_vocab_size": draft_vocab_size, "markov": markov}
 
 
-def read_logits(stated: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+def read_logits(stated: Mapping[str, Any]) -> dict[str, Any]:
     """The scale and the soft cap of the logits, as fields of `EngineReading`. A cap of 0 or less is off.
 
     Raises:
         EngineStops: the scale or the cap is not a number.
     """
-    cap = real(f"{place}final_logit_softcapping", stated.get("final_logit_softcapping") or 0.0)
+    cap = real("final_logit_softcapping", stated.get("final_logit_softcapping") or 0.0)
     return {
-        "output_multiplier": real(f"{place}output_multiplier", stated.get("output_multiplier", 1.0)),
+        "output_multiplier": real("output_multiplier", stated.get("output_multiplier", 1.0)),
         "final_logit_softcapping": cap if cap > 0 else None,
     }
 

@@ -35,7 +35,8 @@ from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import Format, named_architectures
 from dflash_cli.formats.dspark import DSparkSpeculators
 from dflash_cli.formats.fields import LOGIT_SCALE, look_up
-from dflash_cli.formats.gguf import ARCHITECTURE_KEY, CAUSAL, TOKENS, Gguf
+from dflash_cli.formats.gguf import Gguf
+from dflash_cli.formats.gguf_fields import ARCHITECTURE_KEY, CAUSAL, TOKENS
 from dflash_cli.formats.gguf_relatives import GgufRelative
 from dflash_cli.formats.native import Native
 from dflash_cli.formats.stated import MAX_LAYERS

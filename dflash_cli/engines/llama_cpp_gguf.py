@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from dflash_cli.formats.fields import REMOVED, look_up
-from dflash_cli.formats.gguf import ARCHITECTURE_KEY, CAUSAL, MASK, PATTERN, TAPS, TOKENS, WINDOW, WRITTEN, Gguf
+from dflash_cli.formats.gguf import WRITTEN, Gguf
+from dflash_cli.formats.gguf_fields import ARCHITECTURE_KEY, CAUSAL, MASK, PATTERN, TAPS, TOKENS, WINDOW
 from dflash_cli.formats.gguf_relatives import GgufRelative
 from dflash_cli.rules.rule import FIX_COPY, Problem, check
 from dflash_cli.rules.subject import WEIGHTS, Subject

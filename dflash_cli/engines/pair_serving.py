@@ -169,7 +169,7 @@ def judge_pair(
         target_name=served_name(pair.target, target_location),
         locations=(location, target_location),
         refusals={
-            engine.name: _refusal(engine, verdict, report, subject)
+            engine.name: _refusal(verdict, report, subject)
             for engine, verdict in zip(engines, report.verdicts, strict=True)
         },
     )
@@ -200,7 +200,7 @@ def find_serve_commands(
     return {str(engine): engine.serve_command(served).text for engine in serving}, refusals
 
 
-def _refusal(engine: ServingEngine, verdict: Verdict, report: Report, subject: Subject) -> Refusal | None:
+def _refusal(verdict: Verdict, report: Report, subject: Subject) -> Refusal | None:
     """The refusal of a serve command: the engine does not support the draft, or the draft is faulty; else None."""
     if verdict.outcome == "unknown":
         unread = f"{verdict.engine}: dflash prints no command for {subject.format.title} drafts"

@@ -76,7 +76,7 @@ def read_native(subject: Subject) -> EngineReading | None:
         own, parts = read_markov(config, found, subject)
         block, mask, taps = read_block(config, block, mask, taps)
     _check_taps(taps, num_taps, found, subject)
-    _check_model(found, subject)
+    _check_model(found)
     check_mask(mask, subject)
     packed = load_packing(subject, found, num_taps) if is_packed(subject) else None
     loads = PartialLoads() if packed is not None else partial_loads(found, subject, padding=PADDED)
@@ -161,7 +161,7 @@ def _check_taps(taps: list[int], num_taps: int, found: Mapping[str, Any], subjec
         raise EngineStops("target_layer_ids", f"{taps}: SGLang captures fewer layers than the draft reads")
 
 
-def _check_model(found: Mapping[str, Any], subject: Subject) -> None:
+def _check_model(found: Mapping[str, Any]) -> None:
     """Require what SGLang builds the draft's modules from."""
     check_rope(found["rope_parameters"], "factor")
     real("partial_rotary_factor", found.get("partial_rotary_factor", 1.0))

@@ -124,11 +124,15 @@ def lay_out(figure: Figure, size: Size = PAGE) -> Drawing:
     return Drawing(size.width, plot.bottom + 3.4 * size.text, size.text, shapes)
 
 
-def lay_out_sheet(figures: Sequence[Figure], heads: Sequence[str], num_columns: int = 2) -> Drawing:
+NUM_COLUMNS = 2
+"""Figures beside each other on a sheet."""
+
+
+def lay_out_sheet(figures: Sequence[Figure], heads: Sequence[str]) -> Drawing:
     """Return one drawing with all figures and their titles in columns, below some lines of text."""
     gap, title = 16, 26
     drawings = [lay_out(figure) for figure in figures]
-    rows = [range(start, min(start + num_columns, len(figures))) for start in range(0, len(figures), num_columns)]
+    rows = [range(start, min(start + NUM_COLUMNS, len(figures))) for start in range(0, len(figures), NUM_COLUMNS)]
     heights = [title + max(drawings[place].height for place in row) for row in rows]
     tops = list(accumulate(heights, initial=gap + 20 * len(heads)))
     shapes: list[Shape] = [Label(gap, gap + 20 * place, text, "start") for place, text in enumerate(heads)]
@@ -137,7 +141,7 @@ def lay_out_sheet(figures: Sequence[Figure], heads: Sequence[str], num_columns: 
             left = gap + column * (PAGE.width + gap)
             shapes.append(Label(left, top + 16, figures[place].title, "start"))
             shapes += [_moved(shape, left, top + title) for shape in drawings[place].shapes]
-    width = gap + min(num_columns, len(figures)) * (PAGE.width + gap)
+    width = gap + min(NUM_COLUMNS, len(figures)) * (PAGE.width + gap)
     return Drawing(width, tops[-1] + gap, PAGE.text, tuple(shapes))
 
 

@@ -49,11 +49,6 @@ class Spelling:
 
 
 AS_IT_IS = Spelling(read=lambda value: value, write=lambda value: value)
-INVERTED = Spelling(
-    read=lambda value: not value if isinstance(value, bool) else value,
-    write=lambda value: not value if isinstance(value, bool) else value,
-)
-"""A flag that is true where the field is false."""
 
 
 def shifted(offset: int) -> Spelling:

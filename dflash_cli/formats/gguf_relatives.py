@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from dflash_cli.formats.dialect import FORMATS, Json, ParsedConfig
 from dflash_cli.formats.fields import look_up
-from dflash_cli.formats.gguf import ARCHITECTURE_KEY, Gguf
+from dflash_cli.formats.gguf import Gguf
+from dflash_cli.formats.gguf_fields import ARCHITECTURE_KEY
 from dflash_cli.formats.relatives import served_in_words
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING, UnknownFormat, UnsupportedError

@@ -248,7 +248,6 @@ def open_session(
     target: str | None,
     config: EngineConfig,
     *,
-    params: SamplingParams | None = None,
     overrides: Overrides = NO_OVERRIDES,
     template_options: str | None = None,
     threads: int | None = None,
@@ -258,7 +257,7 @@ def open_session(
     Raises:
         UsageError: the references do not name a pair. Opening and loading raise further errors.
     """
-    opened = open_pair(draft, target, config, params=params, overrides=overrides, template_options=template_options)
+    opened = open_pair(draft, target, config, overrides=overrides, template_options=template_options)
     return load_session(opened, config, threads=threads)
 
 

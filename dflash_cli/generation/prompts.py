@@ -88,7 +88,7 @@ class PromptRow:
 
 @contextmanager
 def naming_row(row: PromptRow) -> Iterator[None]:
-    """Add the place of a row to errors of code that knows only its tokens."""
+    """Add the file and line of a row to errors of code that knows only the row's tokens."""
     try:
         yield
     except RequestError as error:
@@ -155,11 +155,11 @@ class Conversation:
         self.turn += 1
 
 
-def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path | None = None) -> list[PromptRow]:
-    """Return rows from the command line's arguments or `--prompts`, or from `default` if neither is given.
+def gather_rows(arguments: Sequence[str], prompts: str | None) -> list[PromptRow]:
+    """Return rows from the command line's arguments or `--prompts`.
 
     Raises:
-        UsageError: both are given, or there is nothing to read.
+        UsageError: both are given, or none of them.
         RequestError: a row is malformed; the error names file and line.
     """
     if arguments and prompts is not None:
@@ -177,16 +177,16 @@ def gather_rows(arguments: Sequence[str], prompts: str | None, *, default: Path 
     if prompts == "-":
         with open_text(None) as lines:
             return parse_rows(lines, "stdin")
-    path = Path(prompts) if prompts is not None else default
-    if path is None:
+    if prompts is None:
         raise UsageError(
             "no prompt was given", id="no-prompt", hint='dflash generate "def fibonacci(n):", or --prompts FILE.jsonl'
         )
+    path = Path(prompts)
     try:
         with open_text(path) as lines:
             return parse_rows(lines, str(path))
     except CheckpointNotFound as error:
-        if prompts is None or "://" not in prompts:
+        if "://" not in prompts:
             raise
         hint = "download it, and name the file"
         raise CheckpointNotFound("no such file", id=error.id, path=prompts, hint=hint) from error

@@ -33,8 +33,8 @@ class TransferOptions(Request):
     ] = 60.0  # fmt: skip
     force_mismatch: Annotated[
         bool,
-        Option(is_per_run=True, 
-            group=ENGINE, is_setting=False,
+        Option(
+            is_per_run=True, group=ENGINE, is_setting=False,
             help="Continue hand-offs of another pair or with missing rows as far as they go, and list the differences. "
             "Missing draft rows lower acceptance; missing target rows make the text wrong.",
         ),
@@ -47,16 +47,16 @@ class HandoffOptions(TransferOptions):
 
     handoff_out: Annotated[
         str | None,
-        Option(is_per_run=True, 
-            metavar="DEST", group=ENGINE, is_setting=False,
+        Option(
+            is_per_run=True, metavar="DEST", group=ENGINE, is_setting=False,
             help="Prefill only, and hand requests off after their first token: to a folder, or to the process that "
             "connects to gloo://, nccl:// or nixl://HOST:PORT.",
         ),
     ] = None  # fmt: skip
     handoff_in: Annotated[
         str | None,
-        Option(is_per_run=True, 
-            metavar="SOURCE", group=ENGINE, is_setting=False,
+        Option(
+            is_per_run=True, metavar="SOURCE", group=ENGINE, is_setting=False,
             help="Continue requests from --handoff-out. A folder contains prompts and sampling options. With an "
             "address, or a folder of vLLM's ExampleConnector, give the same prompts and options on both sides.",
         ),

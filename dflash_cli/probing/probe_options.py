@@ -14,6 +14,7 @@ from dflash_cli.comparing.measured_result import read_result
 from dflash_cli.documents.atomic_file import check_parent
 from dflash_cli.generation.prompt_sets import default_prompts, read_prompts
 from dflash_cli.generation.prompt_source import PromptSource
+from dflash_cli.generation.prompts import PromptRow
 from dflash_cli.generation.tokenizer import Tokenizer, find_tokenizer, template_arguments
 from dflash_cli.probing.findings.known_faults import known_faults
 from dflash_cli.probing.runs.server_run import ServerRequest
@@ -55,8 +56,8 @@ class ProbeOptions(TemperatureOptions, VerdictOptions, PromptOptions, ResumableO
     ] = (1, 8)  # fmt: skip
     result: Annotated[
         Path | None,
-        Option(is_per_run=True, 
-            metavar="FILE", group=ESSENTIALS, is_setting=False,
+        Option(
+            is_per_run=True, metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="A local result to compare with: a file of eval-acceptance, written with --output or --json.",
         ),
     ] = None  # fmt: skip
@@ -118,8 +119,8 @@ class ProbeOptions(TemperatureOptions, VerdictOptions, PromptOptions, ResumableO
     ] = 3  # fmt: skip
     api_key_env: Annotated[
         str | None,
-        Option(is_per_run=True, 
-            metavar="NAME", group=MEASURING, is_setting=False,
+        Option(
+            is_per_run=True, metavar="NAME", group=MEASURING, is_setting=False,
             help="Environment variable with the server's key. The key is sent to URL only, and never printed.",
         ),
     ] = None  # fmt: skip
@@ -198,24 +199,9 @@ def open_probe(url: str, options: ProbeOptions) -> Iterator[ProbePlan]:
             given or default_prompts(options.target or ANY_TARGET), tokenizer, chat=options.chat,
             count=options.num_prompts, sample=options.sample, seed=options.seed, is_default=given is None,
         )  # fmt: skip
-        asking = ServerRequest(
-            rows=choice.rows,
-            asked=Asked(
-                max_new_tokens=options.max_new_tokens,
-                temperature=options.temperature,
-                seed=options.seed,
-                ignore_eos=options.ignore_eos,
-            ),
-            tokenizer=tokenizer,
-            chat=choice.chat,
-            confidence=options.confidence,
-            journal=options.output,
-            resume=options.resume,
-            force=options.force,
-        )
         yield ProbePlan(
             server=server,
-            asking=asking,
+            asking=_asking(options, choice.rows, tokenizer, chat=choice.chat),
             source=choice.source,
             options=options,
             ends_at=ends_at,
@@ -223,6 +209,24 @@ def open_probe(url: str, options: ProbeOptions) -> Iterator[ProbePlan]:
             beside=beside,
             known_faults=known_faults(options.draft, options.target, server),
         )
+
+
+def _asking(options: ProbeOptions, rows: Sequence[PromptRow], tokenizer: Tokenizer, *, chat: bool) -> ServerRequest:
+    return ServerRequest(
+        rows=rows,
+        asked=Asked(
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+            ignore_eos=options.ignore_eos,
+        ),
+        tokenizer=tokenizer,
+        chat=chat,
+        confidence=options.confidence,
+        journal=options.output,
+        resume=options.resume,
+        force=options.force,
+    )
 
 
 def _tokenizer(server: InferenceServer, options: ProbeOptions) -> Tokenizer:

@@ -59,18 +59,7 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
     facts = replace(facts, end_ids=tuple(sorted({*facts.end_ids, *request.end_ids})))
     others = None if request.beside is None else _try_out(request.beside, request.asking, [request.beside.describe()])
     _check_journals(request, facts, others)
-    numbers = _in_reach(request.options.concurrency, facts)
-    number_beside = [] if others is None else _in_reach(request.options.concurrency, others)[:1]
-    ends = _share_time(request, [*numbers, *number_beside])
-    runs = [
-        _run(request, request.server, facts, f"{number} at a time", number, end, observe)
-        for number, end in zip(numbers, ends, strict=False)
-    ]
-    runs = [run for run in runs if run.answers or run.failed] or runs[:1]
-    _check_answered(request.server, runs[0])
-    beside = None
-    if request.beside is not None and others is not None:
-        beside = _run(request, request.beside, others, BESIDE, number_beside[0], ends[-1], observe)
+    runs, beside = _run_all(request, facts, others, observe)
     identity = find_identity(looks, request.server.readings, num_before)
     questions = _ask_questions(request, facts, runs, identity)
     identity = identity or find_identity(looks, request.server.readings, num_before)
@@ -109,6 +98,24 @@ def probe(request: ProbePlan, observe: Observe | None = None) -> Probed:
         known_faults=tuple(request.known_faults),
         notes=tuple(_notes(request, facts, runs)),
     )
+
+
+def _run_all(
+    request: ProbePlan, facts: ServerFacts, others: ServerFacts | None, observe: Observe | None
+) -> tuple[list[ServerRun], ServerRun | None]:
+    """A run for each number of concurrent requests, and one run of the other server, if it is asked."""
+    numbers = _in_reach(request.options.concurrency, facts)
+    number_beside = [] if others is None else _in_reach(request.options.concurrency, others)[:1]
+    ends = _share_time(request, [*numbers, *number_beside])
+    runs = [
+        _run(request, request.server, facts, f"{number} at a time", number, end, observe)
+        for number, end in zip(numbers, ends, strict=False)
+    ]
+    runs = [run for run in runs if run.answers or run.failed] or runs[:1]
+    _check_answered(request.server, runs[0])
+    if request.beside is None or others is None:
+        return runs, None
+    return runs, _run(request, request.beside, others, BESIDE, number_beside[0], ends[-1], observe)
 
 
 def _look_at(server: InferenceServer) -> ServerFacts:

@@ -20,8 +20,8 @@ class ComparedFile:
     name: str
     change: Annotated[
         Change,
-        "the other side lacks a new file, and gets it; it has another version of a changed file, which is replaced; "
-        "same files are not sent; a push removes removed files, which are on the hub only",
+        "new: the other side lacks the file and gets it. changed: the other side's version is replaced. same: not "
+        "sent. removed: the file is on the hub only, and a push removes it",
     ]
     num_bytes: int
 

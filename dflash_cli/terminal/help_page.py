@@ -22,8 +22,6 @@ from dflash_cli.terminal.parameters import (
 
 GROUPS = (ESSENTIALS, OPTIONS, PROMPTS, MEASURING, SAMPLING, DRAFTING, ENGINE, OUTPUT)
 """Headings of --help-all in their order."""
-MAX_SHORT_OPTIONS = 15
-"""The most rows of a short help page, arguments included."""
 WIDEST_FLAGS = 32
 WIDEST_PAGE = 120
 INDENT = "  "

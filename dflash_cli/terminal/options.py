@@ -126,8 +126,8 @@ class PromptOptions(Request):
         str | None,
         Option(
             metavar="NAME", group=ESSENTIALS, is_setting=False,
-            help="Prompts of a published dataset: gsm8k, math500, humaneval, mbpp, mt-bench or speed-bench. NAME may "
-            "be NAME/SUBSET=SOURCE:N with a folder, file or hub repository as SOURCE and N prompts.",
+            help="Prompts of a published dataset: gsm8k, math500, humaneval, mbpp, mt-bench or speed-bench. In full: "
+            "NAME/SUBSET=SOURCE:N, where SOURCE is a folder, a file or a hub repository, for N prompts.",
         ),
     ] = None  # fmt: skip
     dataset_format: Annotated[
@@ -164,8 +164,8 @@ class PromptOptions(Request):
         tuple[str, ...],
         Option(
             group=PROMPTS, metavar="on,off",
-            help="Set the chat template's enable_thinking; on,off measures both side by side. For a template with "
-            'another name for it: --chat-template-kwargs {"NAME": "$thinking"}.',
+            help="Set the chat template's enable_thinking; on,off measures both side by side. If the template "
+            'names it otherwise: --chat-template-kwargs {"NAME": "$thinking"}.',
         ),
     ] = ()  # fmt: skip
     chat_template_kwargs: Annotated[
@@ -301,8 +301,8 @@ class GateOptions(GateFileOptions):
     ] = "point"  # fmt: skip
     allow_failed: Annotated[
         bool,
-        Option(is_per_run=True, 
-            group=MEASURING, is_setting=False,
+        Option(
+            is_per_run=True, group=MEASURING, is_setting=False,
             help="Exit with 0 if some prompts fail. They are listed, and left out of the result.",
         ),
     ] = False  # fmt: skip
@@ -369,8 +369,8 @@ class ResumableOptions(ResumeOptions):
 
     output: Annotated[
         Path | None,
-        Option(is_per_run=True, 
-            short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
+        Option(
+            is_per_run=True, short="-o", metavar="FILE", group=ESSENTIALS, is_setting=False,
             help="Write each answer to FILE when it ends, as JSON Lines with tokens and steps.",
         ),
     ] = None  # fmt: skip

@@ -18,10 +18,10 @@ def half_width(values: Sequence[float], confidence: float) -> float:
     return student_quantile((1 + confidence) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
-def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval | None:
+def mean_interval(values: Sequence[float]) -> Interval | None:
     """Return the interval of the mean, or None for a single value."""
-    half = half_width(values, confidence)
-    return None if math.isinf(half) else Interval(fmean(values) - half, fmean(values) + half, confidence)
+    half = half_width(values, CONFIDENCE)
+    return None if math.isinf(half) else Interval(fmean(values) - half, fmean(values) + half, CONFIDENCE)
 
 
 def time_interval(times: Sequence[float]) -> Interval | None:

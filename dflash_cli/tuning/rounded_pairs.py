@@ -70,7 +70,7 @@ def rounded(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> LoadedPa
         kernels = round_kv(pair.placement.kernels, formats["kv"])
         found = replace(found, placement=replace(pair.placement, kernels=kernels))
     if formats.keys() & {"kv", "target"}:
-        found = replace(found, target=_load(pair, source, found.placement, formats.get("target")))
+        found = replace(found, target=_load(source, found.placement, formats.get("target")))
     if "draft" in formats:
         plain = pair.with_plain_draft().draft_weights
         assert plain is not None
@@ -78,7 +78,7 @@ def rounded(pair: LoadedPair, source: TargetSource, what_if: WhatIf) -> LoadedPa
     return found.with_draft(pair.draft.config)
 
 
-def _load(pair: LoadedPair, source: TargetSource, placement: Placement, name: str | None) -> Target:
+def _load(source: TargetSource, placement: Placement, name: str | None) -> Target:
     _, config = find_target_runtime(source, "native")
     weights = load_weights(source.checkpoint, target_shapes(source), placement)
     rounded_weights = weights if name is None else round_weights(weights, name)

@@ -2,10 +2,11 @@
 
     python3 examples/benchmarks/simulate_budget.py [--batches 8,32,64] [--steps 160] [--seeds 3]
 
-Requests, acceptance and the features are those of `row_budget.py`. Predictions, refits and choices are the runtime's.
+Requests, acceptance and features come from `row_budget.py`; predictions, refits and choices from the runtime.
 The milliseconds of a step by its mean width were measured on an H200 with the shape of Qwen3-8B. The host knows the
 predictions of the step before the last one. The table compares tokens per second with whole blocks and with the best
-fixed width, whose tokens are exact expectations. So even equal choices differ from 1 by the noise of the draws.
+fixed width. Tokens of a fixed width are exact expectations, so even equal choices differ from 1 by the noise of the
+draws.
 """
 
 import argparse

@@ -133,7 +133,7 @@ class Mix:
 
 
 class Simulation:
-    """A scheduler whose requests get the answers of their turns. Its steps finish at once."""
+    """A scheduler that gives each request the answer of its turn. Its steps finish at once."""
 
     def __init__(
         self,

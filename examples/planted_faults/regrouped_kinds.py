@@ -68,7 +68,7 @@ def side_by_side(count: int) -> Tensor:
 
 
 def as_query_heads(item: Tensor, config: Config, _: Strength) -> Tensor:
-    """Keys whose dimensions were paired as if there were as many heads as for queries."""
+    """Keys with dimensions paired as if there were as many KV heads as query heads."""
     rows = torch.arange(len(item)).view(config["num_attention_heads"], -1)
     return item[rows[:, side_by_side(rows.shape[1])].flatten()]
 

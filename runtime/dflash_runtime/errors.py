@@ -193,7 +193,7 @@ class CapacityError(DFlashError):
 
 
 def error_of(exit_code: int) -> type[DFlashError]:
-    """The most general error with an exit code, for a failure of which only the code is known."""
+    """The most general error class with this exit code, for a failure whose class is unknown."""
     kinds = (RequestError, CheckpointError, CheckpointNotFound, UnsupportedError, CapacityError)
     return next((kind for kind in kinds if kind.exit_code == exit_code), DFlashError)
 

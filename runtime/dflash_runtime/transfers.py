@@ -211,7 +211,7 @@ class Transfers:
     def _arrive(self, request: Request, arriving: Arriving) -> Iterator[Request]:
         """Make progress with a hand-off that is due -> the request once it is finished."""
         try:
-            handoff = self._result(request, arriving)
+            handoff = self._result(arriving)
             if arriving.moving is None or arriving.generation != request.generation:
                 self._check(request, handoff)
                 arriving.moving, arriving.generation = self._begin_in(request, handoff), request.generation
@@ -226,7 +226,7 @@ class Transfers:
             self._give_up(request, error)
         self._drop(request)
 
-    def _result(self, request: Request, arriving: Arriving) -> Handoff:
+    def _result(self, arriving: Arriving) -> Handoff:
         if not arriving.future.done():
             raise PeerUnreachable(f"no hand-off arrived within {self.plan.timeout:g} s", id="handoff-late")
         return result(arriving.future)

@@ -12,7 +12,8 @@ import pytest
 
 from dflash_cli.diagnosis import alternatives
 from dflash_testing import checkpoints as support
-from dflash_testing.added_files import Change, check_location, check_return, converted_to, falsify, run, run_with
+from dflash_testing.added_files import Change, check_location, check_return, converted_to, run, run_with
+from dflash_testing.edits import falsify
 from dflash_testing.searches import shorten_search
 
 TOY = '''"""Toy drafts."""
@@ -23,13 +24,17 @@ from typing import Any, ClassVar
 
 from dflash_cli.formats.decoder_body import BODY_FIELDS, BODY_KEYS, carried_keys, plain_keys, write_body
 from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig
-from dflash_cli.formats.fields import INVERTED, Keys, Spelling, shifted, with_keys
+from dflash_cli.formats.fields import Keys, Spelling, shifted, with_keys
 from dflash_cli.formats.stated import StatedConfig
 from dflash_runtime.checkpoint.targets.hf_config import read_body, read_windows, require_int
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion
 
 WRITTEN = ("target_layer_ids", "num_target_layers", "block_size", "mask_token_id")
+
+
+def inverted(value: Any) -> Any:
+    return not value if isinstance(value, bool) else value
 
 
 @FORMATS.register("toy")
@@ -52,7 +57,7 @@ class Toy(Format):
     spellings: ClassVar[Mapping[str, Spelling]] = {
         "target_layer_ids": shifted(1),
         "block_size": shifted(-1),
-        "causal": INVERTED,
+        "causal": Spelling(read=inverted, write=inverted),
     }
     unstated: ClassVar[frozenset[str]] = frozenset(
         {

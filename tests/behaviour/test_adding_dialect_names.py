@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_testing.added_files import Change, check_location, check_return, converted_to, falsify, run
+from dflash_testing.added_files import Change, check_location, check_return, converted_to, run
+from dflash_testing.edits import falsify
 
 PEAK = '''"""Peak drafts."""
 

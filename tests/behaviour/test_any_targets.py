@@ -23,6 +23,7 @@ from dflash_runtime.models.target import family_config
 from dflash_runtime.models.target_loading import load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.any_models import make_any
+from dflash_testing.edits import edit_config
 from dflash_testing.hosted_models import make_model
 from dflash_testing.pairs import placement
 from dflash_testing.paths import ROOT
@@ -145,6 +146,5 @@ def test_native_rope_types_are_those_with_a_computation() -> None:
 
 def test_a_stray_key_that_layers_differ_in_is_no_crash(tmp_path: Path) -> None:
     make_model(tmp_path, "gemma4_text")
-    config = json.loads((tmp_path / "config.json").read_text())
-    support.write_config(tmp_path, {**config, "v_head_dim": 4})
+    edit_config(tmp_path, v_head_dim=4)
     assert one_answer(tmp_path).runtime == "transformers-cache"

@@ -148,7 +148,7 @@ def test_pages_after_loaded_rows_are_published(tmp_path: Path) -> None:
     assert outputs[0].num_cached == 32
 
 
-def test_a_whole_hand_off_continues_with_the_seed_of_its_sender(tmp_path: Path) -> None:
+def test_a_whole_hand_off_continues_with_the_seed_of_its_sender() -> None:
     """The receiver prefills no row of the prompt."""
     params = SamplingParams(max_new_tokens=8, temperature=1.0)
     kept = MemoryConnector()

@@ -1,6 +1,5 @@
 """A check that runs in every place of CI fails if the bundled pair's acceptance leaves its interval."""
 
-import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import yaml
 
 from dflash_cli import evaluate
 from dflash_cli.checkpoints.references import tiny_directory
+from dflash_testing.edits import edit_config
 from dflash_testing.paths import ROOT
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "acceptance.py"))
@@ -33,9 +33,7 @@ def test_a_damaged_draft_leaves_the_interval(tmp_path: Path) -> None:
     """The rope base of training is lost, as by a reader that falls back to a default."""
     for file in (tiny_directory() / "draft").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["rope_theta"] = 10000.0
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_config(tmp_path, rope_theta=10000.0)
     low, high = SCRIPT["INTERVALS"]["tiny"]
     lost = evaluate(draft=str(tmp_path), target="tiny", device="cpu").total.counts.acceptance_len
     assert lost is not None

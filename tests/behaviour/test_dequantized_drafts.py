@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_kernels.fp8.fp8_weight import FP8
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edit_config, edit_tensors
 
 SHAPE = support.Shape(hidden=64, inner=96, layers=2, heads=2, kv_heads=1, head_dim=32, windows=(None, None))
 """Widths that the block of 64 divides and cuts."""
@@ -65,8 +66,7 @@ def write_draft(folder: Path, form: str) -> dict[str, Tensor]:
     if form == "file":
         (folder / "hf_quant_config.json").write_text(json.dumps(stated))
     else:
-        config = json.loads((folder / "config.json").read_text())
-        support.write_config(folder, {**config, "quantization_config": stated})
+        edit_config(folder, quantization_config=stated)
     return meant
 
 
@@ -94,8 +94,7 @@ def test_a_dialect_without_fp8_takes_the_plain_numbers(tmp_path: Path) -> None:
 
 def test_a_missing_scale_is_malformed(tmp_path: Path) -> None:
     write_draft(tmp_path / "source", "block")
-    file = tmp_path / "source" / "model.safetensors"
-    save_file({name: tensor for name, tensor in load_file(file).items() if name != "fc.weight_scale_inv"}, file)
+    edit_tensors(tmp_path / "source", **{"fc.weight_scale_inv": None})
     outcome = support.invoke("convert", tmp_path / "source", tmp_path / "out", "--to", "native", "--dequantize")
     assert (outcome.code, outcome.error_id) == (3, "scale-missing")
     assert not (tmp_path / "out").exists()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edit_config
 from dflash_testing.rule_cases.base import Case, build, nothing
 from dflash_testing.rule_cases.collected import CASES
 
@@ -77,8 +78,7 @@ def test_a_copy_that_names_another_target_mends_no_training(rule: str, tmp_path:
     """--fix-out states the target that is given, and so silences the rule; it is not counted as fixed."""
     case = next(item for item in CASES if item.rule == rule)
     draft, target = build(case, tmp_path / case.name), write_target(case, tmp_path)
-    config = json.loads((draft / "config.json").read_text())
-    support.write_config(draft, config | {"sliding_window_non_causal": False})
+    edit_config(draft, sliding_window_non_causal=False)
     command = ("validate", draft, "--target", target, "-e", "vllm", "--fix-out", tmp_path / "out", "--json")
     document = json.loads(support.invoke(*command).out)
     assert {rule, "C20"} <= {item["id"] for item in document["findings"]}

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import open_session
 from dflash_cli.tuning.rounded_pairs import rounded
@@ -28,13 +26,12 @@ from dflash_kernels.suite import REFERENCE, Kernels
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.engine_config import EngineConfig
-from dflash_runtime.errors import CheckpointError, DFlashError, UnsupportedError
+from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.kv_transfer.handoff import TARGET_PAGES
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
-from dflash_testing.fp8_models import FORMS, RoundedModel
 from dflash_testing.gpu import gpu_llm
 from dflash_testing.handoffs import go_on, hand_off, traces
 from dflash_testing.hybrid_pair import hybrid_draft, hybrid_prompts, hybrid_target
@@ -309,71 +306,6 @@ def test_features_of_a_text_are_those_of_the_run() -> None:
     torch.testing.assert_close(found, seen[0], rtol=1e-12, atol=1e-12)
     other = read_features(llm.pair.target, replace(llm.pair.placement, kv_dtype=None), 16, text, taps)
     assert (other - seen[0]).abs().max() > 1e-3
-
-
-def scaled_target(folder: Path, changes: Mapping[str, Tensor]) -> LLM:
-    """A small target in FP8 with more tensors, which decodes plainly with its KV in FP8."""
-    RoundedModel(folder, "qwen3", FORMS["compressed weights"])
-    file = folder / "model.safetensors"
-    save_file({**load_file(file), **changes}, file, metadata={"format": "pt"})
-    return LLM(open_target(folder), None, FP8_ENGINE)
-
-
-FP8_ENGINE = EngineConfig(device="cpu", kv_dtype="fp8", num_pages=60, max_num_requests=1)
-NAMES = [
-    "model.layers.{}.self_attn.{}_scale",
-    "model.layers.{}.self_attn.attn.{}_scale",
-    "model.layers.{}.self_attn.{}_proj.{}_scale",
-    "model.layers.{}.self_attn.{}_proj.output_scale",
-]
-
-
-@pytest.mark.parametrize("pattern", NAMES)
-def test_scales_of_a_checkpoint_are_used(pattern: str, tmp_path: Path) -> None:
-    wanted = {layer: KVScales(0.25, 2.0 + layer) for layer in range(4)}
-    stored = {
-        pattern.format(layer, side, side): torch.tensor(scale)
-        for layer, both in wanted.items() for side, scale in zip("kv", both, strict=True)
-    }  # fmt: skip
-    scaled = scaled_target(tmp_path, stored)
-    plain = LLM(replace(scaled.pair, kv_scales={}))
-    assert scaled.pair.kv_scales == wanted
-    for llm in (scaled, plain):
-        llm.generate([list(range(60))], replace(PARAMS, max_new_tokens=1))
-    scaled_keys, keys = (llm.engine.runner.target_kv.layers[0][0].float() for llm in (scaled, plain))
-    # A power of two changes only exponents, if numbers stay in the range of FP8.
-    normal = (scaled_keys.abs() < 448) & (keys.abs() > 2**-6)
-    assert torch.equal(scaled_keys[normal] * 0.25, keys[normal])
-    assert int(normal.sum()) > 500
-    auto = LLM(open_target(tmp_path), None, replace(FP8_ENGINE, kv_dtype="auto"))
-    assert auto.pair.kv_scales == {}
-
-
-def test_one_scale_is_for_keys_and_values(tmp_path: Path) -> None:
-    """As in vLLM: `kv_scale` is for both, and values without a scale have the scale of the keys."""
-    names = {"kv_scale": 0.5, "k_scale": 0.25}
-    stored = {f"model.layers.{layer}.self_attn.{name}": torch.tensor([names[name]]) for layer, name in enumerate(names)}
-    scaled = scaled_target(tmp_path, stored)
-    assert scaled.pair.kv_scales == {0: KVScales(0.5, 0.5), 1: KVScales(0.25, 0.25)}
-
-
-def test_values_alone_have_no_scale(tmp_path: Path) -> None:
-    with refuses(CheckpointError, "kv-scale-invalid", field="layers.1.self_attn.k_scale"):
-        scaled_target(tmp_path, {"model.layers.1.self_attn.v_scale": torch.tensor(0.5)})
-
-
-@pytest.mark.parametrize(
-    ("scale", "error", "id"),
-    [
-        (torch.tensor([0.5, 0.5]), UnsupportedError, "kv-scale-of-heads"),
-        (torch.tensor(0.0), CheckpointError, "kv-scale-invalid"),
-        (torch.tensor(torch.inf), CheckpointError, "kv-scale-invalid"),
-    ],
-)
-def test_other_scales_are_refused(scale: Tensor, error: type[DFlashError], id: str, tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.k_scale"
-    with refuses(error, id, field=name):
-        scaled_target(tmp_path, {name: scale})
 
 
 def test_a_hosted_target_over_pages_stores_fp8() -> None:

@@ -24,8 +24,8 @@ def run(*arguments: object, code: int = 0) -> dict[str, Any]:
     return document
 
 
-def evaluate(rows: Path, *more: object, code: int = 0) -> dict[str, Any]:
-    return run("eval-acceptance", *PAIR, *FEW, "-n", NUM_TOKENS, "--output", rows, *more, code=code)
+def evaluate(rows: Path, *more: object) -> dict[str, Any]:
+    return run("eval-acceptance", *PAIR, *FEW, "-n", NUM_TOKENS, "--output", rows, *more)
 
 
 def answers_of(path: Path) -> list[dict[str, Any]]:

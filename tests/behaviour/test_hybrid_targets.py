@@ -1,7 +1,7 @@
 """Native targets with recurrent layers generate transformers' text, however many tokens of a block are rejected."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,48 +9,22 @@ import pytest
 import torch
 
 from dflash_cli.checkpoints.opening import open_target
-from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device.storage import recurrent
 from dflash_runtime.device.storage.recurrent import LATEST, STATES, BlockRecall
 from dflash_runtime.device.text_pages import read_features
-from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.hosting.cache_state import TextState
-from dflash_runtime.models.target import Target
 from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.transfers import HandoffPlan
 from dflash_testing.any_models import make_any
+from dflash_testing.compared_targets import LENGTHS, NUM_DRAFTS, NUM_TOKENS, PARAMS, ComparedTarget
 from dflash_testing.handoffs import MemoryConnector, go_on, hand_off, keys_of
 from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
 from dflash_testing.multimodal_models import WRAPPERS, make_wrapper
-from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
-from dflash_testing.plain_loop import WholeText, plain_loop
+from dflash_testing.pairs import placement, random_llm, random_prompts
 from dflash_testing.refusals import refuses
-
-NUM_DRAFTS, NUM_TOKENS = 7, 14
-PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
-LENGTHS = (1, 2, 17, 33, 70)
-
-
-@dataclass(frozen=True)
-class Hybrid:
-    """A model of transformers, and the same model as a native target."""
-
-    model: Any
-    target: Target
-
-    def prompts(self, *lengths: int) -> list[list[int]]:
-        return random_prompts(lengths, self.target.config.vocab_size)
-
-    def texts(self, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
-        return [plain_text(self.model, prompt, num_tokens) for prompt in prompts]
-
-    def draft(self, known: list[Known] | None = None) -> Draft:
-        draft = random_draft(self.target, rope=RopeConfig(theta=10_000.0))
-        return draft if known is None else KnowingDraft(draft, known)
-
 
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {},
@@ -64,14 +38,14 @@ KINDS: dict[str, dict[str, Any]] = {
     scope="module",
     params=[pytest.param(kind, marks=pytest.mark.slow if "moe" in kind else ()) for kind in KINDS],
 )
-def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ComparedTarget:
     path, kind = tmp_path_factory.mktemp("hybrid"), request.param
     model = make_model(path, kind, initializer_range=0.15, **KINDS[kind])
-    return Hybrid(model, load_target(open_target(path), placement()))
+    return ComparedTarget(model, load_target(open_target(path), placement()))
 
 
 @pytest.mark.parametrize("num_right", range(NUM_DRAFTS + 1))
-def test_a_draft_that_is_right_for_some_tokens(hybrid: Hybrid, num_right: int) -> None:
+def test_a_draft_that_is_right_for_some_tokens(hybrid: ComparedTarget, num_right: int) -> None:
     (prompt,) = hybrid.prompts(17)
     (text,) = hybrid.texts([prompt], NUM_TOKENS + NUM_DRAFTS + 1)
     llm = random_llm(hybrid.target, hybrid.draft([Known([*prompt, *text], num_right)]), NUM_DRAFTS)
@@ -81,7 +55,7 @@ def test_a_draft_that_is_right_for_some_tokens(hybrid: Hybrid, num_right: int) -
 
 
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
-def test_many_prompts_at_once(hybrid: Hybrid, scheduling: str) -> None:
+def test_many_prompts_at_once(hybrid: ComparedTarget, scheduling: str) -> None:
     """Four requests at once, in chunks of at most 24 rows, beside blocks that are rejected at several positions."""
     given = hybrid.prompts(*LENGTHS)
     texts = hybrid.texts(given)
@@ -100,7 +74,7 @@ class SureDraft(KnowingDraft):
         return 6 * super().logits(*arguments)
 
 
-def test_trees_give_the_text(hybrid: Hybrid) -> None:
+def test_trees_give_the_text(hybrid: ComparedTarget) -> None:
     """Three requests at once, in chunks of at most 24 rows, beside trees that are rejected at several positions."""
     given = hybrid.prompts(2, 17, 33)
     texts = hybrid.texts(given)
@@ -118,7 +92,7 @@ def test_trees_give_the_text(hybrid: Hybrid) -> None:
     assert max(length for output in outputs for length in output.acceptance_lengths) > 3
 
 
-def test_sampled_text_is_that_of_plain_decoding(hybrid: Hybrid) -> None:
+def test_sampled_text_is_that_of_plain_decoding(hybrid: ComparedTarget) -> None:
     given = hybrid.prompts(3, 17, 40)
     params = [replace(PARAMS, temperature=0.8, seed=seed) for seed in (1, 2, 3)]
     plain = [output.token_ids for output in random_llm(hybrid.target, None, 0).generate(given, params)]
@@ -128,7 +102,7 @@ def test_sampled_text_is_that_of_plain_decoding(hybrid: Hybrid) -> None:
 
 
 @pytest.mark.parametrize(("given", "used"), [("auto", "exact"), ("exact", "exact"), ("at-once", "at-once")])
-def test_users_choose_how_blocks_run(hybrid: Hybrid, given: str, used: str) -> None:
+def test_users_choose_how_blocks_run(hybrid: ComparedTarget, given: str, used: str) -> None:
     (prompt,) = hybrid.prompts(17)
     llm = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS, recurrent_rows=given)
     states = llm.engine.runner.states
@@ -156,7 +130,7 @@ def test_users_choose_how_blocks_run(hybrid: Hybrid, given: str, used: str) -> N
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("rows", ["exact", "at-once"])
-def test_triton_kernels_give_the_text(hybrid: Hybrid, rows: str) -> None:
+def test_triton_kernels_give_the_text(hybrid: ComparedTarget, rows: str) -> None:
     (prompt,) = hybrid.prompts(5)
     (text,) = hybrid.texts([prompt])
     draft = hybrid.draft([Known([*prompt, *text], 2)])
@@ -182,22 +156,16 @@ def test_parameters_of_the_decay_are_rounded_as_by_transformers(dtype: torch.dty
 
 
 @pytest.mark.parametrize("scheduling", [pytest.param("sync", marks=pytest.mark.slow), "async"])
-def test_a_text_goes_on_in_another_engine(hybrid: Hybrid, scheduling: str) -> None:
-    given = hybrid.prompts(*LENGTHS)
-    one, sender, receiver = (
-        random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS, scheduling=scheduling, max_num_requests=3)
-        for _ in range(3)
-    )
-    wanted = one.generate(given, PARAMS)
-    found = go_on(receiver, given, PARAMS, hand_off(sender, given, PARAMS))
-    assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
-    assert [item.num_loaded for item in found] == list(LENGTHS)
+def test_a_text_goes_on_in_another_engine(hybrid: ComparedTarget, scheduling: str) -> None:
+    hybrid.check_handed_requests(scheduling)
 
 
 @pytest.mark.parametrize(
     ("name", "change"), [(STATES, None), (LATEST, lambda item: item[1:]), (STATES, torch.Tensor.double)]
 )
-def test_a_state_of_another_target_is_refused(hybrid: Hybrid, name: str, change: Callable[..., Any] | None) -> None:
+def test_a_state_of_another_target_is_refused(
+    hybrid: ComparedTarget, name: str, change: Callable[..., Any] | None
+) -> None:
     (prompt,) = hybrid.prompts(17)
     connector = hand_off(random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS), [prompt], PARAMS)
     tensors = dict(connector.saved["00000"].tensors)
@@ -209,7 +177,9 @@ def test_a_state_of_another_target_is_refused(hybrid: Hybrid, name: str, change:
     assert name in str(output.error)
 
 
-def test_a_state_that_cannot_be_copied_ends_its_request(hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_cannot_be_copied_ends_its_request(
+    hybrid: ComparedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The request has its only token already, so no later step would find that its hand-off was never sent."""
     given = hybrid.prompts(5, 17)
     sender = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS)
@@ -230,66 +200,41 @@ def test_a_state_that_cannot_be_copied_ends_its_request(hybrid: Hybrid, monkeypa
 
 
 @pytest.mark.parametrize("scheduling", [pytest.param("sync", marks=pytest.mark.slow), "async"])
-def test_preempted_requests_begin_again(hybrid: Hybrid, scheduling: str) -> None:
-    given = hybrid.prompts(20, 21, 22, 23)
-    llm = random_llm(
-        hybrid.target, hybrid.draft(), NUM_DRAFTS,
-        max_num_requests=4, page_size=4, num_pages=30, scheduling=scheduling,
-    )  # fmt: skip
-    outputs = llm.generate(given, PARAMS)
-    assert [list(output.token_ids) for output in outputs] == hybrid.texts(given)
-    assert any(output.num_preemptions for output in outputs)
+def test_preempted_requests_begin_again(hybrid: ComparedTarget, scheduling: str) -> None:
+    hybrid.check_preempted_requests(scheduling)
 
 
-def test_a_prompt_that_is_asked_again(hybrid: Hybrid) -> None:
+def test_a_prompt_that_is_asked_again(hybrid: ComparedTarget) -> None:
     """The second answer continues from the snapshot of the prompt's last full page."""
-    (prompt,) = hybrid.prompts(48)
-    llm = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS)
-    outputs = [llm.generate([prompt], PARAMS)[0] for _ in range(2)]
-    assert [list(output.token_ids) for output in outputs] == hybrid.texts([prompt]) * 2
-    assert [output.num_cached for output in outputs] == [0, 32]
+    hybrid.check_repeated_prompt()
 
 
-def test_the_last_positions_of_the_model(hybrid: Hybrid) -> None:
+def test_the_last_positions_of_the_model(hybrid: ComparedTarget) -> None:
     (prompt,) = hybrid.prompts(hybrid.target.config.max_position_embeddings - 12)
     params = SamplingParams(max_new_tokens=100, ignore_eos=True)
     (output,) = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS).generate([prompt], params)
     assert list(output.token_ids) == plain_text(hybrid.model, prompt, 12)
 
 
-def test_texts_are_lossless_by_one_forward(hybrid: Hybrid) -> None:
+def test_texts_are_lossless_by_one_forward(hybrid: ComparedTarget) -> None:
     llm = random_llm(hybrid.target, hybrid.draft(), NUM_DRAFTS)
     assert llm.check_lossless(llm.generate(hybrid.prompts(*LENGTHS), PARAMS)).is_lossless
 
 
-def test_outputs_of_every_layer_equal_transformers(hybrid: Hybrid) -> None:
-    (text,) = hybrid.prompts(150)
-    layers = range(hybrid.target.config.num_layers - 1)
-    with torch.no_grad():
-        out = hybrid.model(torch.tensor([text]), output_hidden_states=True, use_cache=False)
-    wanted = torch.cat([out.hidden_states[layer + 1][0] for layer in layers], dim=-1)
-    found = read_features(hybrid.target, placement(), 16, text, list(layers))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+def test_outputs_of_every_layer_equal_transformers(hybrid: ComparedTarget) -> None:
+    hybrid.check_layer_outputs()
 
 
 @pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 9}], ids=str)
-def test_steps_equal_a_loop_over_transformers(hybrid: Hybrid, engine: dict[str, Any]) -> None:
-    """Drafted tokens follow from the features, and accepted ones from the text, both of transformers' own model."""
-    prompts = hybrid.prompts(3, 21)
-    draft = hybrid.draft()
-    wanted = [plain_loop(WholeText(hybrid.model, hybrid.target.config), draft, prompt, 3, 9) for prompt in prompts]
-    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
-    found = random_llm(hybrid.target, draft, 3, max_num_requests=2, **engine).generate(prompts, params)
-    for output, (text, steps) in zip(found, wanted, strict=True):
-        assert list(output.token_ids) == text[:9]
-        assert [(step.draft_ids, step.num_accepted) for step in output.drafts[:-1]] == steps[: len(output.drafts) - 1]
+def test_steps_equal_a_loop_over_transformers(hybrid: ComparedTarget, engine: dict[str, Any]) -> None:
+    hybrid.check_steps(engine)
 
 
 def test_a_target_without_recurrent_layers(tmp_path: Path) -> None:
     """It keeps no states, so its pages can be shared and its hand-offs are those of a dense target."""
     kinds = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     model = make_model(tmp_path, "qwen3_5_text", initializer_range=0.15, **kinds)
-    found = Hybrid(model, load_target(open_target(tmp_path), placement()))
+    found = ComparedTarget(model, load_target(open_target(tmp_path), placement()))
     assert found.target.config.recurrence is None
     given = found.prompts(5, 40)
     sender, receiver = (random_llm(found.target, found.draft(), NUM_DRAFTS) for _ in range(2))
@@ -306,14 +251,14 @@ def test_a_target_without_attention_is_refused(tmp_path: Path) -> None:
 class TestPoisoned:
     """The texts above show faults: without its state, or with rejected tokens in it, a text differs."""
 
-    def said(self, hybrid: Hybrid) -> tuple[list[int], list[int]]:
+    def said(self, hybrid: ComparedTarget) -> tuple[list[int], list[int]]:
         (prompt,) = hybrid.prompts(17)
         (text,) = hybrid.texts([prompt], NUM_TOKENS)
         draft = hybrid.draft([Known([*prompt, *text], 2)])
         (output,) = random_llm(hybrid.target, draft, NUM_DRAFTS).generate([prompt], PARAMS)
         return list(output.token_ids), text
 
-    def test_accepted_rows_that_are_not_replayed(self, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_accepted_rows_that_are_not_replayed(self, hybrid: ComparedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
         made = BlockRecall.of
 
         def forgetful(*given: Any) -> BlockRecall:
@@ -324,7 +269,7 @@ class TestPoisoned:
         said, wanted = self.said(hybrid)
         assert said != wanted
 
-    def test_rejected_rows_that_are_replayed(self, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rejected_rows_that_are_replayed(self, hybrid: ComparedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
         made = BlockRecall.of
 
         def greedy(*given: Any) -> BlockRecall:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.config_parts import RopeConfig
@@ -21,6 +21,7 @@ from dflash_runtime.models.hosting.own_cache import OwnCacheTarget
 from dflash_runtime.models.target_loading import find_target_runtime, target_bytes
 from dflash_runtime.models.text_part import OTHER_PARTS, causal_part
 from dflash_runtime.scheduling.sampling_params import SamplingParams
+from dflash_testing.edits import edit_tensors
 from dflash_testing.hosted_models import (
     KnowingDraft,
     Known,
@@ -118,9 +119,7 @@ def test_models_of_other_layouts_run(kind: str, tmp_path: Path) -> None:
 
 def test_a_missing_tensor_of_the_text_part_is_named(tmp_path: Path) -> None:
     make_wrapper(tmp_path, "qwen3_vl")
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.language_model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    edit_tensors(tmp_path, **{"model.language_model.layers.1.mlp.up_proj.weight": None})
     with pytest.raises(TensorMismatch) as refused:
         host(tmp_path)
     assert refused.value.missing == ("model.language_model.layers.1.mlp.up_proj.weight",)

@@ -261,7 +261,7 @@ def test_a_text_with_a_draft_that_walks_goes_on_in_another_engine(stateful: Any,
     assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
 
 
-def test_a_state_of_another_target_is_refused(stateful: Any, tmp_path: Path) -> None:
+def test_a_state_of_another_target_is_refused(stateful: Any) -> None:
     """A part is missing, unknown to this target, or of another dtype."""
     _, target = stateful
     (prompt,) = random_prompts((17,), target.config.vocab_size)

@@ -13,6 +13,7 @@ from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edit_config
 
 SHAPE = support.Shape(hidden=32, inner=32, layers=1, heads=2, kv_heads=1, head_dim=16, windows=(None,))
 GROUP = 32
@@ -123,8 +124,7 @@ def test_scales_and_biases_of_another_shape_are_refused(part: str, is_missing: b
 
 def test_shapes_of_a_packed_draft_are_checked_against_the_config(tmp_path: Path) -> None:
     make_packed(tmp_path / "source", 4)
-    config = json.loads((tmp_path / "source" / "config.json").read_text())
-    support.write_config(tmp_path / "source", config | {"intermediate_size": 64})
+    edit_config(tmp_path / "source", intermediate_size=64)
     assert "N04" in {item.id for item in validate_draft(ValidationPlan(draft=tmp_path / "source")).findings}
 
 

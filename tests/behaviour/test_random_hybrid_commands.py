@@ -68,7 +68,7 @@ def test_bench_times_plain_and_drafting_steps(pair: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_evaluation_in_every_mode_has_the_same_steps(pair: Path, tmp_path: Path) -> None:
+def test_an_evaluation_in_every_mode_has_the_same_steps(pair: Path) -> None:
     few = ("--num-prompts", 4, "-n", 12)
     live = run(pair, "eval-acceptance", *few)
     for more in (("--disaggregated",), ("--concurrency", 1), ("--recurrent-rows", "at-once"), ("--no-prefix-cache",)):

@@ -1,7 +1,6 @@
 """A hosted target spread over several devices generates the same text as on one device."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from dflash_runtime.models.hosting import hosted
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing.hosted_models import make_model, plain_text
 from dflash_testing.pairs import random_draft, random_llm, random_prompts
+from dflash_testing.quantised_models import needs_accelerate
 from dflash_testing.refusals import refuses
 
-needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 MODULES = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", *(f"model.layers.{n}" for n in range(4)))
 READ_IN_STEPS = {

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +22,19 @@ from dflash_kernels.suite import triton_kernels
 from dflash_runtime.checkpoint.targets.gemma4_config import read_gemma4_config
 from dflash_runtime.checkpoint.targets.gpt_oss_config import read_gpt_oss_config
 from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
-from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.device.setup.attention import Capability, check_capability
 from dflash_runtime.device.setup.loading import load_pair
-from dflash_runtime.device.text_pages import read_features
-from dflash_runtime.drafts.draft import Draft
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import InvalidConfig, UnsupportedError
-from dflash_runtime.models.target import Target, target_families
+from dflash_runtime.models.target import target_families
 from dflash_runtime.models.target_loading import find_target_runtime, load_target, target_bytes
 from dflash_runtime.scheduling.sampling_params import SamplingParams
-from dflash_testing.handoffs import go_on, hand_off
-from dflash_testing.hosted_models import KnowingDraft, Known, make_model, plain_text
+from dflash_testing.compared_targets import LENGTHS, NUM_DRAFTS, PARAMS, ComparedTarget
+from dflash_testing.hosted_models import Known, make_model
 from dflash_testing.multimodal_models import make_wrapper
 from dflash_testing.packed_models import pack_experts
-from dflash_testing.pairs import placement, random_draft, random_llm, random_prompts
-from dflash_testing.plain_loop import WholeText, plain_loop
+from dflash_testing.pairs import placement, random_llm
 from dflash_testing.refusals import refuses
-
-NUM_DRAFTS, NUM_TOKENS = 7, 14
-PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
-LENGTHS = (1, 2, 17, 33, 70)
 
 
 def scatter(path: Path, model: Any) -> None:
@@ -84,47 +77,26 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A model of transformers, and the same model as a native target."""
-
-    model: Any
-    target: Target
-
-    def prompts(self, *lengths: int) -> list[list[int]]:
-        return random_prompts(lengths, self.target.config.vocab_size)
-
-    def texts(self, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
-        return [plain_text(self.model, prompt, num_tokens) for prompt in prompts]
-
-    def draft(self, known: list[Known] | None = None) -> Draft:
-        draft = random_draft(self.target, rope=RopeConfig(theta=10_000.0), num_kv_heads=2, head_dim=8)
-        return draft if known is None else KnowingDraft(draft, known)
+make_compared = partial(ComparedTarget, sizes={"num_kv_heads": 2, "head_dim": 8})
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compared:
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ComparedTarget:
     path, kind = tmp_path_factory.mktemp("unlike"), KINDS[request.param]
     model = make_model(path, kind.model_type, **kind.changes)
     if kind.finish is not None:
         kind.finish(path, model)
     source = open_target(path)
     assert find_target_runtime(source, "auto")[0] == "native"
-    return Compared(model, load_target(source, placement()))
+    return make_compared(model, load_target(source, placement()))
 
 
-def test_outputs_of_every_layer_equal_transformers(compared: Compared) -> None:
-    (text,) = compared.prompts(150)
-    layers = range(compared.target.config.num_layers - 1)
-    with torch.no_grad():
-        out = compared.model(torch.tensor([text]), output_hidden_states=True, use_cache=False)
-    wanted = torch.cat([out.hidden_states[layer + 1][0] for layer in layers], dim=-1)
-    found = read_features(compared.target, placement(), 16, text, list(layers))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+def test_outputs_of_every_layer_equal_transformers(compared: ComparedTarget) -> None:
+    compared.check_layer_outputs()
 
 
 @pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 9}], ids=str)
-def test_many_prompts_at_once(compared: Compared, engine: dict[str, Any]) -> None:
+def test_many_prompts_at_once(compared: ComparedTarget, engine: dict[str, Any]) -> None:
     given = compared.prompts(*LENGTHS)
     wanted = compared.texts(given)
     known = [Known([*prompt, *text], index) for index, (prompt, text) in enumerate(zip(given, wanted, strict=True))]
@@ -135,52 +107,24 @@ def test_many_prompts_at_once(compared: Compared, engine: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("engine", [{"scheduling": "sync"}, {"scheduling": "async", "max_batched_tokens": 9}], ids=str)
-def test_steps_equal_a_loop_over_transformers(compared: Compared, engine: dict[str, Any]) -> None:
-    """Drafted tokens follow from the features, and accepted ones from the text, both of transformers' own model."""
-    prompts = compared.prompts(3, 21)
-    draft = compared.draft()
-    reader = WholeText(compared.model, compared.target.config)
-    wanted = [plain_loop(reader, draft, prompt, 3, 9) for prompt in prompts]
-    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
-    found = random_llm(compared.target, draft, 3, max_num_requests=2, **engine).generate(prompts, params)
-    for output, (text, steps) in zip(found, wanted, strict=True):
-        assert list(output.token_ids) == text[:9]
-        assert [(step.draft_ids, step.num_accepted) for step in output.drafts[:-1]] == steps[: len(output.drafts) - 1]
+def test_steps_equal_a_loop_over_transformers(compared: ComparedTarget, engine: dict[str, Any]) -> None:
+    compared.check_steps(engine)
 
 
 @pytest.mark.parametrize("scheduling", [pytest.param("sync", marks=pytest.mark.slow), "async"])
-def test_preempted_requests_begin_again(compared: Compared, scheduling: str) -> None:
-    given = compared.prompts(20, 21, 22, 23)
-    llm = random_llm(
-        compared.target, compared.draft(), NUM_DRAFTS,
-        max_num_requests=4, page_size=4, num_pages=30, scheduling=scheduling,
-    )  # fmt: skip
-    outputs = llm.generate(given, PARAMS)
-    assert [list(output.token_ids) for output in outputs] == compared.texts(given)
-    assert any(output.num_preemptions for output in outputs)
+def test_preempted_requests_begin_again(compared: ComparedTarget, scheduling: str) -> None:
+    compared.check_preempted_requests(scheduling)
 
 
-def test_a_prompt_that_is_asked_again(compared: Compared) -> None:
-    (prompt,) = compared.prompts(48)
-    llm = random_llm(compared.target, compared.draft(), NUM_DRAFTS)
-    outputs = [llm.generate([prompt], PARAMS)[0] for _ in range(2)]
-    assert [list(output.token_ids) for output in outputs] == compared.texts([prompt]) * 2
-    assert [output.num_cached for output in outputs] == [0, 32]
+def test_a_prompt_that_is_asked_again(compared: ComparedTarget) -> None:
+    compared.check_repeated_prompt()
 
 
-def test_a_text_goes_on_in_another_engine(compared: Compared) -> None:
-    given = compared.prompts(*LENGTHS)
-    one, sender, receiver = (
-        random_llm(compared.target, compared.draft(), NUM_DRAFTS, scheduling="async", max_num_requests=3)
-        for _ in range(3)
-    )
-    wanted = one.generate(given, PARAMS)
-    found = go_on(receiver, given, PARAMS, hand_off(sender, given, PARAMS))
-    assert [(item.token_ids, item.drafts) for item in found] == [(item.token_ids, item.drafts) for item in wanted]
-    assert [item.num_loaded for item in found] == list(LENGTHS)
+def test_a_text_goes_on_in_another_engine(compared: ComparedTarget) -> None:
+    compared.check_handed_requests("async")
 
 
-def test_texts_are_lossless_by_one_forward(compared: Compared) -> None:
+def test_texts_are_lossless_by_one_forward(compared: ComparedTarget) -> None:
     llm = random_llm(compared.target, compared.draft(), NUM_DRAFTS)
     assert llm.check_lossless(llm.generate(compared.prompts(*LENGTHS), PARAMS)).is_lossless
 
@@ -247,7 +191,7 @@ def test_the_text_part_of_a_multimodal_model_is_native(kind: str, tmp_path: Path
     model = make_wrapper(tmp_path, kind, **changes)
     source = open_target(tmp_path)
     assert find_target_runtime(source, "auto")[0] == "native"
-    compared = Compared(model, load_target(source, placement()))
+    compared = make_compared(model, load_target(source, placement()))
     given = compared.prompts(3, 30)
     outputs = random_llm(compared.target, compared.draft(), NUM_DRAFTS, max_num_requests=2).generate(given, PARAMS)
     assert [list(output.token_ids) for output in outputs] == compared.texts(given)
@@ -260,7 +204,7 @@ def test_full_layers_may_have_the_heads_of_the_others(tmp_path: Path) -> None:
     """transformers writes an empty `per_layer_config` then."""
     model = make_model(tmp_path, "gemma4_text", **{**GEMMA4, "global_head_dim": 8, "num_global_key_value_heads": 2})
     assert json.loads((tmp_path / "config.json").read_text())["per_layer_config"] == {}
-    compared = Compared(model, load_target(open_target(tmp_path), placement()))
+    compared = make_compared(model, load_target(open_target(tmp_path), placement()))
     given = compared.prompts(3, 30)
     outputs = random_llm(compared.target, compared.draft(), NUM_DRAFTS, max_num_requests=2).generate(given, PARAMS)
     assert [list(output.token_ids) for output in outputs] == compared.texts(given)
@@ -344,7 +288,7 @@ def test_triton_kernels_give_the_text(name: str, tmp_path: Path) -> None:
     if kind.finish is not None:
         kind.finish(tmp_path, model)
     placed = replace(placement(), kernels=triton_kernels())
-    compared = Compared(model, load_target(open_target(tmp_path), placed))
+    compared = make_compared(model, load_target(open_target(tmp_path), placed))
     given = compared.prompts(3, 9)
     llm = random_llm(
         compared.target, compared.draft(), NUM_DRAFTS, kernels="triton", max_batched_tokens=8, num_pages=30,

@@ -15,6 +15,7 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import readings
 from dflash_cli.diagnosis.run_settings import SearchBudget
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edited_config
 from dflash_testing.families import FAMILIES, write_draft
 from dflash_testing.searches import shorten_search
 
@@ -64,10 +65,9 @@ def test_an_unknown_layout_is_found(dialect: str, tmp_path: Path, monkeypatch: p
         shutil.copytree(fetch_directory("tiny:dspark", Role.DRAFT), draft)
     else:
         assert support.invoke("convert", "tiny:dspark", draft, "--to", "speculators", "--target", TINY).code == 0
-    config = json.loads((draft / "config.json").read_text())
-    for key in ("sample_from_anchor", "dspark_bonus_anchor"):
-        config.pop(key, None)
-    (draft / "config.json").write_text(json.dumps(config))
+    with edited_config(draft) as config:
+        for key in ("sample_from_anchor", "dspark_bonus_anchor"):
+            config.pop(key, None)
     code, found = run("diagnose", draft)
     (finding,) = [item for item in found["report"]["findings"] if item["id"] == "R12"]
     assert "--layout anchor-first" in finding["fix"]

@@ -14,7 +14,6 @@ from dflash_cli.diagnosis.family_readings.token_pairs import (
     candidate_readings,
     embedding_readings,
     permuted,
-    reading_of_tensors,
     scale_readings,
     table_readings,
     without_table,
@@ -59,7 +58,8 @@ def _selector(space: ReadingSpace) -> Iterator[AlternativeReading]:
     }
     for name, change in changes.items():
         rewrite = rewrites.change_tensors({PROJECTION: change})
-        yield reading_of_tensors(space, "selector", name, cause, rewrite, touches=((PROJECTION, None),))
+        touches = frozenset({(PROJECTION, None)})
+        yield AlternativeReading("selector", name, space.config, cause, rewrite, touches=touches)
 
 
 def _convolutions(space: ReadingSpace) -> Iterator[AlternativeReading]:
@@ -68,13 +68,13 @@ def _convolutions(space: ReadingSpace) -> Iterator[AlternativeReading]:
         layers, where = (range(count), "") if layer is None else ((layer,), f" in layer {layer}")
         for parts in (CONVOLUTIONS, *((part,) for part in CONVOLUTIONS)):
             names = [f"layers.{at}.{part}." for at in layers for part in parts]
-            touches = tuple((part, layer) for part in parts)
+            touches = frozenset((part, layer) for part in parts)
             for title, (cause, base, dynamic) in _changes(space).items():
                 changes = {f"{name}{BASE}": base for name in names} | {f"{name}{DYNAMIC}": dynamic for name in names}
                 wanted = {name: change for name, change in changes.items() if change is not None}
                 is_scale = title in WEAKER or (" times " in title and " -1" not in title)
-                yield reading_of_tensors(
-                    space, "convolution", f"{title} of {' and '.join(parts)}{where}", cause,
+                yield AlternativeReading(
+                    "convolution", f"{title} of {' and '.join(parts)}{where}", space.config, cause,
                     rewrites.change_tensors(wanted), touches=touches, is_guess=layer is not None,
                     is_neutral=title == WITHOUT, is_scale=is_scale,
                 )  # fmt: skip
@@ -83,11 +83,11 @@ def _convolutions(space: ReadingSpace) -> Iterator[AlternativeReading]:
             for at in layers
             for tensor in (BASE, DYNAMIC)
         ]
-        yield reading_of_tensors(
-            space, "convolution", f"attention_conv and mlp_conv exchanged{where}",
+        yield AlternativeReading(
+            "convolution", f"attention_conv and mlp_conv exchanged{where}", space.config,
             "attention_conv and mlp_conv are exchanged",
             rewrites.exchange_tensors([(one, other) for one, other in pairs]),
-            touches=tuple((part, layer) for part in CONVOLUTIONS), is_guess=layer is not None,
+            touches=frozenset((part, layer) for part in CONVOLUTIONS), is_guess=layer is not None,
             halves=(
                 rewrites.exchange_tensors([(one, other) for one, other in pairs], is_half=True),
                 rewrites.exchange_tensors([(other, one) for one, other in pairs], is_half=True),

@@ -16,7 +16,6 @@ from dflash_cli.diagnosis.alternatives import (
 from dflash_cli.diagnosis.family_readings.token_pairs import (
     candidate_readings,
     embedding_readings,
-    reading_of_tensors,
     scale_readings,
     table_readings,
     without_table,
@@ -79,21 +78,19 @@ def _inner(space: ReadingSpace) -> Iterator[AlternativeReading]:
     if inputs is None:
         return
     name, sizes = inputs
-    title = name.split(".")[-2]
+    title, touches = name.split(".")[-2], frozenset({(name, None)})
     for order in list(permutations(range(len(sizes))))[1:]:
         rewrite = rewrites.change_tensors({name: _reordered(1, sizes, order)})
         cause = f"the inputs of {title} are in another order"
-        yield reading_of_tensors(
-            space, "markov", f"inputs of {title} in the order {list(order)}", cause, rewrite, touches=((name, None),)
-        )
+        how = f"inputs of {title} in the order {list(order)}"
+        yield AlternativeReading("markov", how, space.config, cause, rewrite, touches=touches)
     bias = name.replace(".weight", ".bias")
     for order in list(permutations(range(3)))[1:] if markov.head_type == "rnn" else ():
         change = _reordered(0, (rank,) * 3, order)
         rewrite = rewrites.change_tensors({name: change, bias: change})
         cause = f"the outputs of {title} are in another order"
-        yield reading_of_tensors(
-            space, "markov", f"outputs of {title} in the order {list(order)}", cause, rewrite, touches=((name, None),)
-        )
+        how = f"outputs of {title} in the order {list(order)}"
+        yield AlternativeReading("markov", how, space.config, cause, rewrite, touches=touches)
 
 
 def _reordered(dim: int, sizes: tuple[int, ...], order: tuple[int, ...]) -> Change:

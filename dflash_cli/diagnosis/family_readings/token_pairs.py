@@ -10,7 +10,7 @@ from dflash_cli.diagnosis.alternatives import AlternativeReading, ReadingSpace, 
 from dflash_cli.diagnosis.equal_scales import EMBEDDING, LOGITS
 from dflash_cli.diagnosis.run_level import reading_rule
 from dflash_cli.diagnosis.weight_orders import orders, orders_of_parts
-from dflash_cli.diagnosis.weight_rewrites import Change, Rewrite
+from dflash_cli.diagnosis.weight_rewrites import Change
 from dflash_cli.rules.subject import Subject
 
 if TYPE_CHECKING:
@@ -23,26 +23,6 @@ NUMS_CANDIDATES = (16, 8, 32, 4, 64, 50, 128, 2, 1)
 USUAL_ORDERS = ("in reverse", "with halves exchanged")
 CAPS = (30.0, 50.0, 15.0)
 """Caps of logits that published targets use."""
-
-
-def reading_of_tensors(
-    space: ReadingSpace,
-    factor: str,
-    name: str,
-    cause: str,
-    rewrite: Rewrite,
-    *,
-    touches: tuple[tuple[str, int | None], ...] = (),
-    is_guess: bool = False,
-    is_neutral: bool = False,
-    is_scale: bool = False,
-    halves: tuple[Rewrite, ...] = (),
-) -> AlternativeReading:
-    """A reading that changes tensors. `touches` are names of parts with their layers."""
-    return AlternativeReading(
-        factor, name, space.config, cause, rewrite, is_guess=is_guess, is_neutral=is_neutral, is_scale=is_scale,
-        touches=frozenset(touches), halves=halves,
-    )  # fmt: skip
 
 
 def table_readings(
@@ -65,9 +45,8 @@ def table_readings(
         title = f"{names[first]} and {names[second]} exchanged"
         cause = f"{names[first]} and {names[second]} are exchanged"
         rewrite = rewrites.exchange_tensors(pairs)
-        yield reading_of_tensors(
-            space, factor, title, cause, rewrite, touches=((first, None), (second, None)), halves=halves
-        )
+        touches = frozenset({(first, None), (second, None)})
+        yield AlternativeReading(factor, title, space.config, cause, rewrite, touches=touches, halves=halves)
     groups = {names[first]: (first,), names[second]: (second,), f"{names[first]} and {names[second]}": (first, second)}
     for name, tensors in groups.items():
         for steps in (1, -1):
@@ -95,9 +74,8 @@ def without_table(space: ReadingSpace, factor: str, name: str, table: str) -> Al
     """The draft without the scores that a table gives."""
     rewrite = rewrites.change_tensors({table: rewrites.scale(0.0)})
     cause = f"{name} is damaged"
-    return reading_of_tensors(
-        space, factor, f"without {name}", cause, rewrite, touches=((table, None),), is_neutral=True
-    )
+    touches = frozenset({(table, None)})
+    return AlternativeReading(factor, f"without {name}", space.config, cause, rewrite, touches=touches, is_neutral=True)
 
 
 def _changed_tables(
@@ -105,8 +83,8 @@ def _changed_tables(
     is_scale: bool = False,
 ) -> AlternativeReading:  # fmt: skip
     rewrite = rewrites.change_tensors(dict.fromkeys(tables, change))
-    touches = tuple((table, None) for table in tables)
-    return reading_of_tensors(space, factor, title, cause, rewrite, touches=touches, is_scale=is_scale)
+    touches = frozenset((table, None) for table in tables)
+    return AlternativeReading(factor, title, space.config, cause, rewrite, touches=touches, is_scale=is_scale)
 
 
 def scale_readings(space: ReadingSpace) -> Iterator[AlternativeReading]:

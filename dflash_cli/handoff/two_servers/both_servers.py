@@ -38,7 +38,7 @@ check_transfer = partial(transfer_rule, engines=tuple(ENGINE_SERVERS))
 def drafts_on_both_servers(transfer: Transfer) -> Iterator[Problem]:
     """Both servers have a draft: the prefill server writes its context KV, and the decode server reads it.
 
-    vLLM's NIXL connector refuses a draft on one server only: from 0.28 on in the handshake, before by the number of KV
+    vLLM's NIXL connector refuses a draft on one server only: from 0.28 on by the handshake, earlier by the number of KV
     layers. vLLM's Mooncake connector and SGLang hand over the prefill server's layers. They do not report layers that
     only the decode server has.
     """

@@ -5,9 +5,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from dflash_cli.acceptance.journal import Journal
-from dflash_cli.generation.answers import Event
+from dflash_cli.generation.answers import Answer, Event
 from dflash_cli.generation.prompt_source import Failure
 from dflash_cli.probing.counters.server_counters import ServerCounters
 from dflash_cli.probing.runs.counter_watch import CounterWatch
@@ -43,30 +44,21 @@ def run_server(
     """
     num_readings = len(server.readings)
     started, before = time.perf_counter(), server.counters()
-    settings = {"engine": facts.engine, "model": facts.model, "concurrency": concurrency}
-    settings |= answer_settings(facts, request.asked, chat=request.chat)
-    whole_end, num_retried = server.client.ends_at, server.client.num_retried
     refused_before = Counter(server.client.refusals)
-    server.client.ends_at = min(whole_end, request.ends_at)
     watch = CounterWatch(server, before) if concurrency == 1 and before is not None and before.is_exact else None
-    with Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force) as journal:
-        num_resumed = len(journal.answers)
-        asked = ask_all(server, request, journal.pending, concurrency, watch)
-        found, failures, num_late = _keep(_glancing(asked, server, concurrency), journal, observe)
-    journal.drop_unfinished()
-    server.client.ends_at = whole_end
-    # Requests that the end of the time cut off are counted, too, and each conversation may have sent several.
-    num_extra = math.inf if num_late else server.client.num_retried - num_retried + len(failures)
-    counted, notes = count_run(server, before, found, num_extra, watch)
+    gathered = _gather(server, facts, request, concurrency, watch, observe)
+    found = gathered.found
+    counted, notes = count_run(server, before, found, gathered.num_extra, watch)
     total, origin, why = pool_run(
-        journal.answers,
+        gathered.answers,
         [served for _, served in found],
         counted,
         facts,
         confidence=request.confidence,
         num_resamples=request.num_resamples,
     )
-    is_ordered = not num_resumed and all(served.steps is not None and served.steps.is_ordered for _, served in found)
+    is_sorted = all(served.steps is not None and served.steps.is_ordered for _, served in found)
+    is_ordered = is_sorted and not gathered.num_resumed
     return ServerRun(
         name=name,
         facts=facts,
@@ -75,8 +67,8 @@ def run_server(
         concurrency=concurrency,
         origin=origin,
         total=total,
-        conversations=conversations_of(journal.answers, is_ordered=is_ordered) if origin == "answers" else (),
-        answers=tuple(journal.answers),
+        conversations=conversations_of(gathered.answers, is_ordered=is_ordered) if origin == "answers" else (),
+        answers=tuple(gathered.answers),
         counted=counted,
         has_counters=before is not None,
         lists_steps=any(served.steps is not None for _, served in found),
@@ -85,17 +77,78 @@ def run_server(
         sums=_sums(found),
         widths=_widths(found, counted),
         ids={answer.output.prompt_token_ids: served.id for answer, served in found if served.id is not None},
-        read_lengths=tuple(
-            ReadLength(len(answer.output.prompt_token_ids), served.num_prompt)
-            for answer, served in found
-            if served.num_prompt is not None
-        ),
-        refusals=(server.client.refusals - refused_before) or _refusals(failures),
+        read_lengths=_read_lengths(found),
+        refusals=(server.client.refusals - refused_before) or _refusals(gathered.failures),
         end_ids=_end_ids(found),
-        load=RunLoad.of([] if num_extra else found, server.readings[num_readings:]),
-        failed=tuple(failures),
-        notes=(*notes, *why, *find_disagreement(origin, total, counted, num_resumed), *_late(num_late, request)),
+        load=RunLoad.of([] if gathered.num_extra else found, server.readings[num_readings:]),
+        failed=tuple(gathered.failures),
+        notes=(
+            *notes,
+            *why,
+            *find_disagreement(origin, total, counted, gathered.num_resumed),
+            *_late(gathered.num_late, request),
+        ),
         seconds=time.perf_counter() - started,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """Answers and failures of a run.
+
+    answers      all answers of the journal, with those of an earlier run
+    found        answers of this run, with the server's own data about each
+    num_resumed  answers of an earlier run
+    num_late     rows that were not asked or not answered in time
+    num_extra    requests in the counters beyond one for each answer; infinite if their number is not known
+    """
+
+    answers: Sequence[Answer]
+    found: Rows
+    failures: Sequence[Failure]
+    num_resumed: int
+    num_late: int
+    num_extra: float
+
+
+def _gather(
+    server: InferenceServer, facts: ServerFacts, request: ServerRequest, concurrency: int, watch: CounterWatch | None,
+    observe: Callable[[Event], None] | None,
+) -> Gathered:  # fmt: skip
+    """Ask for the answers that the journal lacks, until the end of the run's time."""
+    client = server.client
+    whole_end, num_retried = client.ends_at, client.num_retried
+    client.ends_at = min(whole_end, request.ends_at)
+    with _journal(facts, request, concurrency) as journal:
+        num_resumed = len(journal.answers)
+        asked = ask_all(server, request, journal.pending, concurrency, watch)
+        found, failures, num_late = _keep(_glancing(asked, server, concurrency), journal, observe)
+    journal.drop_unfinished()
+    client.ends_at = whole_end
+    return Gathered(
+        answers=journal.answers,
+        found=found,
+        failures=failures,
+        num_resumed=num_resumed,
+        num_late=num_late,
+        # Requests that the end of the time cut off are counted, too, and each conversation may have sent several.
+        num_extra=math.inf if num_late else client.num_retried - num_retried + len(failures),
+    )
+
+
+def _journal(facts: ServerFacts, request: ServerRequest, concurrency: int) -> Journal:
+    """The file of the answers, with the settings that decide them."""
+    settings = {"engine": facts.engine, "model": facts.model, "concurrency": concurrency}
+    settings |= answer_settings(facts, request.asked, chat=request.chat)
+    return Journal(request.journal, settings, request.rows, resume=request.resume, force=request.force)
+
+
+def _read_lengths(found: Rows) -> tuple[ReadLength, ...]:
+    """The length of each prompt, as sent and as the server read it."""
+    return tuple(
+        ReadLength(len(answer.output.prompt_token_ids), served.num_prompt)
+        for answer, served in found
+        if served.num_prompt is not None
     )
 
 

@@ -65,7 +65,7 @@ class ExportFormat(ABC):
     """A measured acceptance in the form of another program. `title` names the form.
 
     `merges` is true if an export adds its entry to an existing file. `options` are the fields of the command's request
-    that the form has a place for.
+    that the form can state.
     """
 
     title: ClassVar[str]

@@ -95,7 +95,7 @@ def _existing(request: ExportPlan) -> tuple[str | None, dict[str, Any]]:
 
 
 def _misfits(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a file that are not as `FORM` says, with their places. Metadata may be any mapping."""
+    """Yield each entry of a file that differs from `FORM`, with its keys. Metadata may be any mapping."""
     for model, modes in content.items():
         if not isinstance(modes, dict):
             yield str(model), modes

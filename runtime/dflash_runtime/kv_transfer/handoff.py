@@ -225,7 +225,7 @@ def _tensor_problem(handoff: Handoff, name: str, shape: Sequence[int]) -> Notice
     found = handoff.tensors.get(name)
     what = "the draft's context KV" if name == DRAFT_PAGES else f"{name} KV"
     if found is None:
-        return Notice(f"it lacks rows of {what}", id="tensor-missing", field=name)
+        return Notice(f"rows of {what} are missing", id="tensor-missing", field=name)
     if len(found.shape) == len(shape) and found.shape[1] != shape[1]:
         return Notice(f"{what} has {found.shape[1]} layers, expected {shape[1]}", id="layers-differ", field=name)
     if tuple(found.shape) != tuple(shape):

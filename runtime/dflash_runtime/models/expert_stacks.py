@@ -121,7 +121,7 @@ class _Fp8Stack:
 
 
 def _filled(sizes: ExpertSizes, matrix: Fp8Weight, part: str, block: Block) -> Fp8Weight:
-    """Fill up a part of the shared expert to whole experts, with zeros whose scales are 1."""
+    """Pad a part of the shared expert to whole experts, with zeros. Their scales are 1."""
     is_down = part == "down"
     missing = sizes.num_shared * sizes.inner - matrix.shape[1 if is_down else 0]
     place = (0, missing) if is_down else (0, 0, 0, missing)

@@ -14,6 +14,7 @@ from dflash_runtime.checkpoint.stored import digests
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.documents import to_json
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edit_config
 
 
 def of(path: Path, reference: str = "x") -> Identity:
@@ -27,11 +28,6 @@ def flip(path: Path, offset: int) -> None:
     data[offset] ^= 1
     file.write_bytes(data)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def edit_config(path: Path) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
 
 
 def test_a_copy_is_the_same_and_has_no_path_in_it(tmp_path: Path) -> None:
@@ -50,7 +46,7 @@ def test_a_copy_is_the_same_and_has_no_path_in_it(tmp_path: Path) -> None:
     [
         lambda path: flip(path, -1),
         lambda path: flip(path, -2000),
-        edit_config,
+        lambda draft: edit_config(draft, rope_theta=5.0),
         lambda path: (path / "chat_template.jinja").write_text("{{ messages }}"),
         lambda path: (path / "generation_config.json").write_text("{}"),
     ],

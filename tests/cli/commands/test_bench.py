@@ -4,31 +4,26 @@ import json
 import re
 import time
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from dflash_cli.acceptance.intervals.statistics import Interval
 from dflash_cli.commands.bench import _doubts, _headline, _rows
-from dflash_cli.main import app
 from dflash_cli.tuning.batch_speeds import BatchSpeed, Speed, TreeSpeed, check_speedup
 from dflash_cli.tuning.speed import SpeedRequest, measure_speeds
 from dflash_cli.tuning.step_parts import StepParts
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import GateFailed, RequestError, UsageError
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
+from dflash_testing.raised_errors import run_or_raise
 from dflash_testing.refusals import refuses
 
 SMALL = ["--concurrency", "2,1", "-n", "24", "--rounds", "2", "--device", "cpu"]
 
 
-def run(*arguments: object) -> Any:
-    result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+run = partial(run_or_raise, "bench")
 
 
 def test_every_batch_size_is_measured_in_the_order_given() -> None:
@@ -210,7 +205,7 @@ def test_a_speedup_that_chance_may_explain_is_a_warning() -> None:
         run("tiny", "--rounds", "1", "--min-speedup", "1.1")
 
 
-def test_impossible_measurements_are_refused(tmp_path: Path) -> None:
+def test_impossible_measurements_are_refused() -> None:
     with refuses(UsageError, field="--concurrency", found="x"):
         run("tiny", "--concurrency", "1,x")
     with refuses(UsageError, field="--num-speculative-tokens", found=0):

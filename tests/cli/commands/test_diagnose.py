@@ -1,30 +1,21 @@
 """`dflash diagnose`: one sentence with the cause and the next step, and exit 3 if it finds a cause."""
 
 import json
-import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
-from dflash_cli.main import app
 from dflash_runtime.errors import UsageError
+from dflash_testing.edits import falsify
+from dflash_testing.raised_errors import run_or_raise
 from dflash_testing.refusals import refuses
 from dflash_testing.searches import shorten_search
 
+DRAFT = fetch_directory(TINY, Role.DRAFT)
 SMALL = ["--num-prompts", "8", "-n", "32", "--device", "cpu"]
-
-
-def falsify(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """The bundled draft with another config."""
-    shutil.copytree(fetch_directory(TINY, Role.DRAFT), path)
-    config = json.loads((path / "config.json").read_text())
-    change(config)
-    (path / "config.json").write_text(json.dumps(config))
-    return path
 
 
 FACTORS = [
@@ -34,11 +25,7 @@ FACTORS = [
 """Factors of the readings that a search tries: three settings of the config, or all."""
 
 
-def run(*arguments: object) -> Any:
-    result = CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+run = partial(run_or_raise, "diagnose")
 
 
 def shift_taps(config: dict[str, Any]) -> None:
@@ -50,7 +37,7 @@ def test_a_wrong_reading_is_named_with_what_to_correct(
     factors: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten_search(monkeypatch, *factors)
-    draft = falsify(tmp_path / "draft", shift_taps)
+    draft = falsify(DRAFT, tmp_path / "draft", shift_taps)
     result = run(draft, "--target", "tiny", *SMALL)
     (sentence,) = result.stdout.splitlines()
     assert result.exit_code == 3
@@ -80,21 +67,21 @@ def test_nothing_is_found_in_a_sound_draft(factors: tuple[str, ...], monkeypatch
 
 
 def test_an_error_that_keeps_the_pair_from_running_is_the_cause(tmp_path: Path) -> None:
-    draft = falsify(tmp_path / "draft", lambda config: config.update(hidden_size=100))
+    draft = falsify(DRAFT, tmp_path / "draft", lambda config: config.update(hidden_size=100))
     result = run(draft, "--target", "tiny", *SMALL)
     assert result.exit_code == 3
     assert all(text in result.stdout for text in ("fc.weight", "[192, 768]", "[100, 400]"))
 
 
 def test_a_config_that_cannot_be_read_is_explained(tmp_path: Path) -> None:
-    draft = falsify(tmp_path / "draft", lambda config: config["dflash_config"].update(target_layer_ids="all"))
+    draft = falsify(DRAFT, tmp_path / "draft", lambda config: config["dflash_config"].update(target_layer_ids="all"))
     result = run(draft, "--target", "tiny", *SMALL)
     assert result.exit_code == 3
     assert result.stdout.startswith("config.json:")
 
 
 def test_a_draft_that_names_no_target_needs_one(tmp_path: Path) -> None:
-    draft = falsify(tmp_path / "draft", lambda config: None)
+    draft = falsify(DRAFT, tmp_path / "draft", lambda config: None)
     with refuses(UsageError, "target-not-named"):
         run(draft, *SMALL)
 

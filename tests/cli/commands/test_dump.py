@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edit_tensors
 
 TARGET, DRAFT = fetch_directory(TINY, Role.TARGET), fetch_directory(TINY, Role.DRAFT)
 SMALL = ["--num-prompts", "8", "-n", "16"]
@@ -248,7 +249,7 @@ def test_a_missing_or_unknown_dump_is_refused(tmp_path: Path) -> None:
     assert all(name in refusal for name in ("dflash", "sglang", "vllm"))
 
 
-def edit_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def change_tensors(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Change tensors of a file and keep its metadata."""
     with safe_open(file, framework="pt") as reader:
         metadata = reader.metadata()
@@ -265,7 +266,7 @@ def flip_a_byte(file: Path) -> None:
 
 def without_digests(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Change tensors in a dump of an earlier release, which has no digests."""
-    edit_tensors(file, **changes)
+    change_tensors(file, **changes)
     manifest = json.loads((file.parent / "manifest.json").read_text())
     for item in manifest["requests"]:
         del item["sha256"]
@@ -283,12 +284,16 @@ def edit_facts(file: Path, **changes: Any) -> None:
     ("harm", "id", "field"),
     [
         (lambda file: file.write_bytes(file.read_bytes()[:-9]), "file-truncated", "file size"),
-        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows[:-1].clone()), "wrong-shape", "hidden_states"),
-        (lambda file: edit_tensors(file, token_ids=lambda ids: ids[:-1].clone()), "wrong-shape", "token_ids"),
-        (lambda file: edit_tensors(file, token_ids=lambda ids: ids + 2048), None, "token_ids"),
-        (lambda file: edit_tensors(file, hidden_states=lambda rows: rows / 0), "file-changed", "sha256"),
+        (
+            lambda file: change_tensors(file, hidden_states=lambda rows: rows[:-1].clone()),
+            "wrong-shape",
+            "hidden_states",
+        ),
+        (lambda file: change_tensors(file, token_ids=lambda ids: ids[:-1].clone()), "wrong-shape", "token_ids"),
+        (lambda file: change_tensors(file, token_ids=lambda ids: ids + 2048), None, "token_ids"),
+        (lambda file: change_tensors(file, hidden_states=lambda rows: rows / 0), "file-changed", "sha256"),
         (lambda file: flip_a_byte(file), "file-changed", "sha256"),
-        (lambda file: edit_tensors(file, token_ids=lambda ids: ids.flip(0)), "file-changed", "sha256"),
+        (lambda file: change_tensors(file, token_ids=lambda ids: ids.flip(0)), "file-changed", "sha256"),
         (lambda file: without_digests(file, hidden_states=lambda rows: rows / 0), "not-finite", "hidden_states"),
         (lambda file: save_file(load_file(file), file), None, "dflash"),
         (lambda file: save_file(load_file(file), file, {"dflash": "{}"}), "missing-key", "row"),
@@ -361,7 +366,7 @@ def test_a_dump_of_other_taps_is_refused_with_both_named(tmp_path: Path) -> None
 def test_another_target_is_refused_with_both_named(dump: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(TARGET, tmp_path / "other"))
     name = "model.embed_tokens.weight"
-    edit_tensors(other / "model.safetensors", **{name: lambda rows: rows * 2})
+    change_tensors(other / "model.safetensors", **{name: lambda rows: rows * 2})
     error = refuse(3, *REPLAY, "--dump", dump, "--head-from", other)
     assert error.startswith(f"error: {other}: {dump} was made with tiny (")
 
@@ -381,7 +386,7 @@ def test_only_embedding_and_head_of_the_target_are_read(dump: Path, tmp_path: Pa
 
 def test_packed_ends_are_refused(copied: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(TARGET, tmp_path / "other"))
-    edit_tensors(
+    change_tensors(
         other / "model.safetensors", **{"model.embed_tokens.weight": lambda rows: rows.to(torch.float8_e4m3fn)}
     )
     manifest = json.loads((copied / "manifest.json").read_text())
@@ -394,9 +399,8 @@ def test_a_draft_with_copies_needs_no_target(dump: Path, tmp_path: Path) -> None
     own = Path(shutil.copytree(DRAFT, tmp_path / "own"))
     target = load_file(TARGET / "model.safetensors")
     embedding = target["model.embed_tokens.weight"]
-    file = own / "model.safetensors"
     head = target.get("lm_head.weight", embedding).clone()
-    save_file(load_file(file) | {"embed_tokens.weight": embedding, "lm_head.weight": head}, file, {"format": "pt"})
+    edit_tensors(own, **{"embed_tokens.weight": embedding, "lm_head.weight": head})
     done = support.run_main("eval-acceptance", own, *REPLAY[2:], "--dump", dump, "--json")
     assert done.code == 0, done.err
     expected = replay("--dump", dump, "--head-from", "tiny", "--json")["histogram"]

@@ -1,4 +1,4 @@
-"""`dflash eval-acceptance`: figures, definitions, intervals, the gate, resuming and reports."""
+"""`dflash eval-acceptance`: figures, definitions, intervals, the gate, failed prompts and reports."""
 
 import json
 import re
@@ -8,50 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_cli.generation import loaded_pair
 from dflash_cli.generation.prompts import PromptRow, gather_rows
-from dflash_cli.main import app
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edited_config
+from dflash_testing.eval_runs import ENOUGH, SMALL, run_eval
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
 from dflash_testing.refusals import refuses
-
-SMALL = ["--num-prompts", "4", "-n", "12", "--num-resamples", "200"]
-ENOUGH = ["-n", "12", "--num-resamples", "200"]
-"""All 64 bundled prompts, the fewest for which there is an interval."""
-
-
-def run(*arguments: str) -> Any:
-    result = CliRunner().invoke(app, ["eval-acceptance", *arguments])
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-@pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The answers of SMALL, and their result beside them."""
-    rows = tmp_path_factory.mktemp("answered") / "rows.jsonl"
-    rows.with_name("result.json").write_text(run(*SMALL, "--output", str(rows), "--json").stdout)
-    return rows
-
-
-@pytest.fixture(scope="module")
-def enough(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The answers of ENOUGH, and their result beside them."""
-    rows = tmp_path_factory.mktemp("enough") / "rows.jsonl"
-    rows.with_name("result.json").write_text(run(*ENOUGH, "--output", str(rows), "--json").stdout)
-    return rows
-
-
-@pytest.fixture
-def rows(answered: Path, tmp_path: Path) -> Path:
-    """A copy of the answers of SMALL, which a test may change."""
-    return Path(shutil.copy(answered, tmp_path))
 
 
 def bundled_rows() -> list[PromptRow]:
@@ -75,24 +41,24 @@ def test_the_figures_are_the_runtimes(enough: Path) -> None:
 
 
 def test_tables_name_every_definition(rows: Path) -> None:
-    text = run(*SMALL, "--output", str(rows), "--resume", "--all").stdout
+    text = run_eval(*SMALL, "--output", str(rows), "--resume", "--all").stdout
     assert text.startswith("acceptance length ")
     for word in ("by position", "\nvllm ", "zlab", "sglang", "mlx_ratio", "committed", "by category"):
         assert word in text
 
 
 def test_steps_of_the_first_prompts_are_shown() -> None:
-    text = run(*SMALL, "--trace", "1").stdout
+    text = run_eval(*SMALL, "--trace", "1").stdout
     (steps,) = re.findall(r"^steps of \S+:\d+\n((?:\d/7 .*\n)+)$", text, re.MULTILINE)
     assert re.match(r"\d/7 (\[.*\])+$", steps.splitlines()[0])
-    assert "often rejected" in run(*SMALL, "--all").stdout
+    assert "often rejected" in run_eval(*SMALL, "--all").stdout
     refused = support.run_main("eval-acceptance", *SMALL, "--trace", "1", "--json")
     assert (refused.code, refused.out) == (2, "")
     assert (refused.error_id, refused.field) == ("two-results-on-stdout", "--trace")
 
 
 def test_one_definition_leads_and_says_what_it_counts(enough: Path) -> None:
-    text = run("tiny", *ENOUGH, "--output", str(enough), "--resume").stdout
+    text = run_eval("tiny", *ENOUGH, "--output", str(enough), "--resume").stdout
     headline, definition, legend = text.splitlines()[:3]
     assert re.fullmatch(r"acceptance length [\d.]+ \[[\d., ]+\], at most 8", headline)
     assert "vLLM" in definition
@@ -104,7 +70,7 @@ def test_one_definition_leads_and_says_what_it_counts(enough: Path) -> None:
 @pytest.mark.parametrize(("minimum", "gate"), [("1.0", "point"), ("1.0", "lower")])
 def test_a_gate_that_is_met_passes(minimum: str, gate: str, enough: Path) -> None:
     resumed = [*ENOUGH, "--output", str(enough), "--resume"]
-    assert run(*resumed, "--min-acceptance", minimum, "--gate", gate).exit_code == 0
+    assert run_eval(*resumed, "--min-acceptance", minimum, "--gate", gate).exit_code == 0
 
 
 def test_a_gate_that_is_missed_exits_3_after_the_result(rows: Path) -> None:
@@ -114,40 +80,7 @@ def test_a_gate_that_is_missed_exits_3_after_the_result(rows: Path) -> None:
     assert json.loads(done.out)["acceptance_len"] < 7.9
     assert (done.error_id, done.field) == ("acceptance-too-low", "acceptance length")
     with refuses(GateFailed, "too-few-prompts", field="num_prompts", found=1, expected="64 or more"):
-        run("--num-prompts", "1", "-n", "8", "--min-acceptance", "1", "--gate", "lower")
-
-
-def test_resuming_asks_only_what_is_missing(rows: Path, answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = json.loads(answered.with_name("result.json").read_text())
-    with refuses(UsageError, "output-exists", path=rows):
-        run(*SMALL, "--output", str(rows))
-    lines = rows.read_text().splitlines(keepends=True)
-    rows.write_text("".join(lines[:3]) + lines[3][:40])  # settings, two answers, and half of a third
-    asked: list[int] = []
-    from dflash_runtime.llm import LLM
-
-    stream = LLM.stream
-
-    def counting(self: LLM, prompts: Any, params: Any = None) -> Any:
-        asked.append(len(prompts))
-        return stream(self, prompts, params)
-
-    monkeypatch.setattr(LLM, "stream", counting)
-    resumed = json.loads(run(*SMALL, "--output", str(rows), "--resume", "--json").stdout)
-    assert asked == [2]
-    for key in ("num_drafts", "num_accepted_tokens", "acceptance_len", "histogram", "definitions"):
-        assert resumed[key] == whole[key]
-    assert sorted(rows.read_text().splitlines()[1:]) == sorted(line.rstrip("\n") for line in lines[1:])
-
-
-def test_rows_are_replaced_only_by_force(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("mine")
-    with refuses(UsageError, "output-exists", path=rows):
-        run(*SMALL, "--output", str(rows))
-    assert rows.read_text() == "mine"
-    run(*SMALL, "--output", str(rows), "--force")
-    assert len(rows.read_text().splitlines()) == 5
+        run_eval("--num-prompts", "1", "-n", "8", "--min-acceptance", "1", "--gate", "lower")
 
 
 def write_prompts(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -184,7 +117,7 @@ def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> Non
     assert [item["index"] for item in document["failed"]] == [1, 3, 4]
     assert document["failed"][2]["error"].startswith(f"{prompts}:5: turn 2: ")
     good = write_prompts(tmp_path / "good.jsonl", [json.loads(prompts.read_text().splitlines()[n]) for n in (0, 2)])
-    alone = json.loads(run("--prompts", str(good), "-n", "8", "--num-resamples", "0", "--json").stdout)
+    alone = json.loads(run_eval("--prompts", str(good), "-n", "8", "--num-resamples", "0", "--json").stdout)
     assert document["acceptance_len"] == alone["acceptance_len"]
     assert any(line.startswith("error: 3 of 5 prompts ") for line in done.err.splitlines())
     result, report = tmp_path / "result.json", tmp_path / "report.md"
@@ -210,87 +143,24 @@ def test_a_run_in_which_every_prompt_fails_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_said_to_be_one() -> None:
-    document = json.loads(run(*SMALL, "--seed", "5", "--json").stdout)
+    document = json.loads(run_eval(*SMALL, "--seed", "5", "--json").stdout)
     assert (document["prompts"]["sample_seed"], document["prompts"]["num_available"]) == (5, 64)
     assert {name: item["num_conversations"] for name, item in document["categories"].items()} == {
         "numpy": 1, "stdlib": 1, "torch": 1, "transformers": 1,
     }  # fmt: skip
 
 
-def test_a_changed_draft_is_another_experiment(tmp_path: Path) -> None:
-    draft, rows = tmp_path / "mine", tmp_path / "rows.jsonl"
-    shutil.copytree(tiny_directory() / "draft", draft)
-    options = ["--target", "tiny", *SMALL, "--output", str(rows)]
-    run(str(draft), *options)
-    before = rows.read_bytes()
-    weights = draft / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-2] ^= 1
-    weights.write_bytes(data)
-    with refuses(UsageError, "settings-differ", path=rows, field="draft_digest"):
-        run(str(draft), *options, "--resume")
-    data[-2] ^= 1
-    weights.write_bytes(data)
-    config = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps(config | {"rope_theta": 10_000.0}))
-    with refuses(UsageError, "settings-differ", path=rows, field="draft_digest"):
-        run(str(draft), *options, "--resume")
-    (draft / "config.json").write_text((tiny_directory() / "draft" / "config.json").read_text())
-    run(str(draft), *options, "--resume")
-    assert rows.read_bytes() == before
-
-
-def test_a_draft_is_known_by_whatever_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(tiny_directory() / "draft", tmp_path / "mine")
-    monkeypatch.chdir(tmp_path)
-    options = ["--target", "tiny", *SMALL, "--output", "rows.jsonl"]
-    run("mine", *options)
-    for path in ("./mine", str(tmp_path / "mine")):
-        done = support.run_main("eval-acceptance", path, *options, "--resume")
-        assert done.code == 0
-        assert " steps, " not in done.err  # nothing was generated
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [(["--draft-sampling", "probabilistic"], "draft_sampling"), (["--dtype", "float64"], "dtype"),
-     (["-k", "3"], "num_speculative_tokens"), (["--temperature", "0.5"], "temperature")],
-)  # fmt: skip
-def test_settings_that_decide_a_result_are_compared(options: list[str], name: str, rows: Path) -> None:
-    with refuses(UsageError, "settings-differ", path=rows, field=name):
-        run(*SMALL, "--output", str(rows), "--resume", *options)
-
-
-def test_another_device_and_template_option_are_another_experiment(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--chat-template-kwargs", '{"enable_thinking": false}']
-    with refuses(UsageError, "settings-differ", field="chat_template_kwargs", found=None) as caught:
-        run(*SMALL, "--output", str(rows), "--resume", *options)
-    assert "enable_thinking" in str(caught.value.expected)
-    monkeypatch.setattr(loaded_pair, "device_name", lambda device: "NVIDIA H200")
-    rows.write_bytes(b"".join(rows.read_bytes().splitlines(keepends=True)[:-1]))  # an answer is missing
-    with refuses(UsageError, "settings-differ", field="device_name", expected="'NVIDIA H200'"):
-        run(*SMALL, "--output", str(rows), "--resume")
-
-
 def test_given_and_rendered_prompts_have_digests_of_their_own(tmp_path: Path) -> None:
     """The same prompts, as text and as conversations."""
     prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "def f("}])
     options = ["--prompts", str(prompts), "-n", "8", "--json"]
-    plain, chat = (json.loads(run(*options, *more).stdout)["measured"] for more in ([], ["--chat"]))
+    plain, chat = (json.loads(run_eval(*options, *more).stdout)["measured"] for more in ([], ["--chat"]))
     assert plain["prompts_digest"] == chat["prompts_digest"]
     assert plain["rendered_prompts_digest"] != chat["rendered_prompts_digest"]
 
 
-def test_a_smaller_resumed_run_deletes_no_answer(enough: Path, tmp_path: Path) -> None:
-    rows, whole = Path(shutil.copy(enough, tmp_path)), json.loads(enough.with_name("result.json").read_text())
-    before = rows.read_bytes()
-    smaller = json.loads(run(*SMALL, "--output", str(rows), "--resume", "--json").stdout)
-    assert rows.read_bytes() == before
-    assert (smaller["num_conversations"], whole["num_conversations"]) == (4, 64)
-
-
-def test_a_result_says_what_was_measured(tmp_path: Path) -> None:
-    document = json.loads(run("tiny:reduced", *SMALL, "--json").stdout)
+def test_a_result_says_what_was_measured() -> None:
+    document = json.loads(run_eval("tiny:reduced", *SMALL, "--json").stdout)
     assert document["kind"] == "eval-acceptance"
     measured, settings = document["measured"], document["settings"]
     assert (measured["draft"]["name"], measured["target"]["name"]) == ("tiny:reduced", "tiny")
@@ -309,57 +179,12 @@ def test_a_result_says_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_draft_is_an_argument_or_an_option() -> None:
-    by_argument, by_option = (json.loads(run(*given, *SMALL, "--json").stdout) for given in (["tiny"], ["-d", "tiny"]))
+    by_argument, by_option = (
+        json.loads(run_eval(*given, *SMALL, "--json").stdout) for given in (["tiny"], ["-d", "tiny"])
+    )
     assert by_argument["settings"]["draft"] == by_option["settings"]["draft"] == "tiny"
     with refuses(UsageError, "draft-given-twice", field="--draft", found="tiny"):
-        run("tiny", "--draft", "tiny", *SMALL)
-
-
-def test_a_finished_run_loads_no_model(rows: Path, answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same result as of the run itself; a missing answer or another setting loads the pair."""
-    whole = json.loads(answered.with_name("result.json").read_text())
-    monkeypatch.setattr("dflash_cli.workers.open_crew.load_session", refuse_to_load)
-    before = rows.read_bytes()
-    again = json.loads(run(*SMALL, "--output", str(rows), "--resume", "--json").stdout)
-    assert rows.read_bytes() == before
-    for part in ("seconds", "measured"):
-        first, second = whole.pop(part), again.pop(part)
-        if part == "measured":
-            assert {key for key in first if first[key] != second[key]} <= {"argv", "date"}
-    assert again == whole
-    for options in (
-        ["--seed", "1"], ["--dtype", "float64"], ["--max-model-len", "512"], ["--causality", "causal"],
-        ["--kv-dtype", "fp8"], ["--tensor-parallel", "2"],
-    ):  # fmt: skip
-        with pytest.raises(AssertionError, match="loads"):
-            run(*SMALL, "--output", str(rows), "--resume", *options)
-    lines = before.splitlines(keepends=True)
-    for stored in (lines[:-1], [lines[0].replace(b'"seed"', b'"disaggregated": true, "seed"', 1), *lines[1:]]):
-        rows.write_bytes(b"".join(stored))
-        with pytest.raises(AssertionError, match="loads"):
-            run(*SMALL, "--output", str(rows), "--resume")
-
-
-def refuse_to_load(*_: object, **__: object) -> None:
-    raise AssertionError("loads a model")
-
-
-def test_resuming_under_other_settings_is_refused(rows: Path) -> None:
-    with refuses(UsageError, "settings-differ", field="seed", found=0, expected="1"):
-        run(*SMALL, "--output", str(rows), "--resume", "--seed", "1")
-
-
-def test_an_output_is_replaced_only_on_demand(tmp_path: Path) -> None:
-    """Refused before anything is measured."""
-    path = tmp_path / "rows.jsonl"
-    with pytest.raises(UsageError):
-        run(*SMALL, "--output", str(tmp_path / "absent" / path.name))
-    path.write_text("old")
-    with pytest.raises(UsageError):
-        run(*SMALL, "--output", str(path))
-    assert path.read_text() == "old"
-    run(*SMALL, "--output", str(path), "--force")
-    assert "old" not in path.read_text().splitlines()
+        run_eval("tiny", "--draft", "tiny", *SMALL)
 
 
 @pytest.mark.parametrize(
@@ -373,16 +198,16 @@ def test_an_output_is_replaced_only_on_demand(tmp_path: Path) -> None:
 )
 def test_missing_and_contradicting_options_are_refused(options: list[str], field: str) -> None:
     with refuses(UsageError, field=field):
-        run(*options)
+        run_eval(*options)
 
 
 def test_a_narrow_verification_is_called_capped_and_leaves_out_other_positions(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    done = run(*SMALL, "--verify-width", "3", "--output", str(rows))
+    done = run_eval(*SMALL, "--verify-width", "3", "--output", str(rows))
     assert re.search(r" at most 8, capped: of 7 .* 2 ", done.stdout)
     positions = done.stdout.split("by position")[1].split("\n\n")[0].split("\n")[2:]
     assert [line.split()[0] for line in positions if line.strip()] == ["1", "2"]
-    resumed = run(*SMALL, "--verify-width", "3", "--output", str(rows), "--resume", "--json")
+    resumed = run_eval(*SMALL, "--verify-width", "3", "--output", str(rows), "--resume", "--json")
     document = json.loads(resumed.stdout)
     assert document["is_capped"] is True
     assert document["per_pos_verified"][2:] == [0] * 5
@@ -390,15 +215,17 @@ def test_a_narrow_verification_is_called_capped_and_leaves_out_other_positions(t
 
 
 def test_sampled_acceptance_is_lower_and_seeded() -> None:
-    first, again = (json.loads(run(*SMALL, "--temperature", "1", "--json").stdout)["acceptance_len"] for _ in range(2))
+    first, again = (
+        json.loads(run_eval(*SMALL, "--temperature", "1", "--json").stdout)["acceptance_len"] for _ in range(2)
+    )
     assert first == again
 
 
 def test_a_trial_reading_changes_acceptance_and_not_the_text() -> None:
     """The reduced draft was trained without causality, and loses most from causal attention."""
     options = ["--draft", "tiny:reduced", "--num-prompts", "12", "-n", "32", "--num-resamples", "0", "--json"]
-    as_trained = json.loads(run(*options).stdout)
-    causal = json.loads(run(*options, "--causality", "causal").stdout)
+    as_trained = json.loads(run_eval(*options).stdout)
+    causal = json.loads(run_eval(*options, "--causality", "causal").stdout)
     assert causal["settings"]["causality"] == "causal"
     assert causal["acceptance_len"] < as_trained["acceptance_len"] - 0.05
     assert causal["num_tokens"] == as_trained["num_tokens"]
@@ -409,26 +236,25 @@ def test_a_curve_that_shows_a_fault_is_named(tmp_path: Path) -> None:
     draft, report = tmp_path / "draft", tmp_path / "report.md"
     result_file = tmp_path / "result.json"
     shutil.copytree(tiny_directory() / "draft", draft)
-    config = json.loads((draft / "config.json").read_text())
-    config["dflash_config"]["mask_token_id"] = 5
-    (draft / "config.json").write_text(json.dumps(config))
+    with edited_config(draft) as config:
+        config["dflash_config"]["mask_token_id"] = 5
     rows = str(tmp_path / "rows.jsonl")
     asked = [str(draft), "--target", "tiny", "--num-prompts", "4", "-n", "32", "--output", rows]
-    result = run(*asked)
-    result_file.write_text(run(*asked, "--resume", "--json").stdout)
+    result = run_eval(*asked)
+    result_file.write_text(run_eval(*asked, "--resume", "--json").stdout)
     assert support.run_main("report", result_file, "-o", report).code == 0
     (shape,) = json.loads(result_file.read_text())["shapes"]
     for text in (result.stdout, report.read_text()):
         assert f"shape: {shape['name']} (" in text
     assert f"dflash diagnose {draft} --target tiny\n" in result.stdout
-    document = json.loads(run("--num-prompts", "4", "-n", "32", "--json").stdout)
+    document = json.loads(run_eval("--num-prompts", "4", "-n", "32", "--json").stdout)
     assert document["shapes"] == []
 
 
 def test_a_lookup_is_measured_without_a_draft_and_compares_with_one(rows: Path, answered: Path, tmp_path: Path) -> None:
     """The draft and the lookup give equal answers. A run with the draft does not continue the run of the lookup."""
     own = tmp_path / "lookup.jsonl"
-    done = run(*SMALL, "--drafting", "suffix", "--output", str(own), "--json")
+    done = run_eval(*SMALL, "--drafting", "suffix", "--output", str(own), "--json")
     document, drafted = json.loads(done.stdout), json.loads(answered.with_name("result.json").read_text())
     settings = document["settings"]
     assert (settings["draft"], settings["drafting"], document["shapes"]) == (None, "suffix", [])
@@ -440,7 +266,7 @@ def test_a_lookup_is_measured_without_a_draft_and_compares_with_one(rows: Path, 
     assert len(texts[0]) == 4
     assert texts[0] == texts[1]
     with refuses(UsageError):
-        run(*SMALL, "--output", str(own), "--resume")
+        run_eval(*SMALL, "--output", str(own), "--resume")
 
 
 @pytest.mark.parametrize(
@@ -448,12 +274,12 @@ def test_a_lookup_is_measured_without_a_draft_and_compares_with_one(rows: Path, 
 )
 def test_options_of_a_draft_do_not_go_with_a_lookup(options: list[str]) -> None:
     with refuses(UsageError, "options-exclude-each-other", found=options[1]):
-        run("--drafting", "ngram", *options)
+        run_eval("--drafting", "ngram", *options)
 
 
 def test_calibration_is_reported_on_demand(answered: Path) -> None:
     """Four prompts: two fit the regression that predicts the other two."""
-    document = json.loads(run(*SMALL, "--calibration", "--json").stdout)
+    document = json.loads(run_eval(*SMALL, "--calibration", "--json").stdout)
     plain = json.loads(answered.with_name("result.json").read_text())
     assert (plain["calibration"], plain["draft_confidence"]) == (None, None)
     found = document["calibration"]

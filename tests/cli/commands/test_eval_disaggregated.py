@@ -78,10 +78,10 @@ def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dflash_cli.handoff.handed_session.PrefillProcess", InThisProcess)
 
 
-def evaluate(*arguments: object, code: int = 0) -> tuple[dict[str, Any], str]:
+def evaluate(*arguments: object) -> tuple[dict[str, Any], str]:
     """The document of a run, and its text on stderr."""
     done = support.run_main(*arguments, "--json")
-    assert done.code == code, done.err
+    assert done.code == 0, done.err
     return json.loads(done.out), done.err
 
 

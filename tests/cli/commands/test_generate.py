@@ -4,14 +4,13 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_cli.main import app
 from dflash_cli.terminal import console
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
@@ -22,17 +21,13 @@ from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_tokenizer
 from dflash_testing.paths import ROOT
+from dflash_testing.raised_errors import run_or_raise
 from dflash_testing.refusals import refuses
 
 PROMPT = "def fibonacci(n):"
 
 
-def run(*arguments: str, stdin: str | None = None) -> Any:
-    """The command in this process; errors that `main` would print are raised."""
-    result = CliRunner().invoke(app, ["generate", *arguments], input=stdin)
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+run = partial(run_or_raise, "generate")
 
 
 @pytest.fixture(scope="module")

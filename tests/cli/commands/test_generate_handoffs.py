@@ -86,7 +86,7 @@ def test_documents_say_what_was_handed_off(prompts: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_an_address_joins_two_processes(prompts: Path, tmp_path: Path) -> None:
+def test_an_address_joins_two_processes(prompts: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"gloo://127.0.0.1:{free.getsockname()[1]}"
     asked = ["-p", str(prompts), "-n", "12"]
@@ -200,7 +200,7 @@ def test_a_full_disk_ends_the_run_in_one_line(prompts: Path, tmp_path: Path, mon
     assert sorted(item.name for item in (tmp_path / "ho").iterdir()) == ["00000", "00001"]
 
 
-def test_a_folder_that_is_not_empty_is_replaced_only_by_force(copied: Path, prompts: Path) -> None:
+def test_a_folder_that_is_not_empty_is_replaced_only_by_force(copied: Path) -> None:
     (copied / "notes.txt").write_text("mine")
     assert refuse(2, "x", "--handoff-out", copied).id == "output-exists"
     assert support.run_main("generate", "x", "--handoff-out", copied, "--force").code == 0

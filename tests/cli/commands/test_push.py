@@ -18,6 +18,7 @@ from dflash_runtime.errors import DFlashError
 from dflash_testing import checkpoints as support
 from dflash_testing import gguf_files
 from dflash_testing import hub_server as hub
+from dflash_testing.edits import edited_config
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 from dflash_testing.hub_uploads import WRITER, Uploads
 
@@ -231,9 +232,8 @@ def test_links_out_of_the_folder_are_refused(push: Push, folder: Path) -> None:
 
 
 def test_a_draft_at_fault_is_uploaded_only_by_force(push: Push, server: hub.LocalHub, folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["dflash_config"]["target_layer_ids"] = [-1, 2]
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited_config(folder) as config:
+        config["dflash_config"]["target_layer_ids"] = [-1, 2]
     done = push("--yes")
     assert done.error is not None
     assert (done.code, done.error.id) == (3, "draft-fails")

@@ -12,6 +12,7 @@ from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
 from dflash_cli.diagnosis.run_settings import run_settings
 from dflash_cli.rules.rule import Finding
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edited_config
 
 
 class TestCommand:
@@ -159,9 +160,8 @@ class TestFixOut:
     def test_mechanical_faults_are_fixed(self, tmp_path: Path) -> None:
         """A flag, a surplus key and a count that follows from another are fixed, and the copy passes."""
         draft = support.make_speculators(tmp_path / "draft", sliding_window_non_causal=False, model_type="qwen3")
-        config = json.loads((draft / "config.json").read_text())
-        config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 4
-        support.write_config(draft, config)
+        with edited_config(draft) as config:
+            config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 4
         out = tmp_path / "dflash-mended"
         outcome = support.invoke("validate", draft, "--engine", "vllm", "--fix-out", out)
         assert outcome.code == 0, outcome.out

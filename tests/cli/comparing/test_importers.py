@@ -1,4 +1,4 @@
-"""Results of other tools, in the layouts that their code writes. Each sample names its source."""
+"""The files of other tools are read with their totals, prompts and definition, or are refused in one line."""
 
 import json
 from collections.abc import Callable
@@ -7,129 +7,27 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.comparing.measured_result import RESULT_FORMATS, MeasuredResult, read_result
-from dflash_cli.comparing.result_comparison import compare_results
+from dflash_cli.comparing.measured_result import RESULT_FORMATS, read_result
 from dflash_runtime.errors import UsageError
-from dflash_testing import checkpoints as support
 from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
-
-VLLM = {  # vllm 0.33, benchmarks/serve.py: `benchmark`, and `main` around it, without --save-detailed
-    "date": "20261120-101112", "endpoint_type": "openai-chat", "backend": "openai-chat", "label": None,
-    "model_id": "Qwen/Qwen3-8B", "tokenizer_id": "Qwen/Qwen3-8B", "num_prompts": 80, "request_rate": "inf",
-    "burstiness": 1.0, "max_concurrency": 8, "duration": 41.5, "completed": 80, "failed": 0,
-    "total_input_tokens": 9000, "total_output_tokens": 20000, "request_throughput": 1.93,
-    "spec_decode_acceptance_rate": 30.0, "spec_decode_acceptance_length": 3.1, "spec_decode_num_drafts": 1000,
-    "spec_decode_draft_tokens": 7000, "spec_decode_accepted_tokens": 2100,
-    "spec_decode_per_position_acceptance_rates": [0.8, 0.5, 0.3, 0.2, 0.15, 0.1, 0.05],
-    "mean_ttft_ms": 52.0, "median_tpot_ms": 8.1,
-}  # fmt: skip
-SPECFORGE = {  # SpecForge, specforge/benchmarks/sglang.py: asdict(BenchmarkResult)
-    "average_acceptance_length": 4.21, "backend": "sglang", "dataset": "gsm8k", "latency_seconds": 12.5,
-    "output_tokens": 8192, "samples": 64, "spec_verify_count": 1946, "throughput_tokens_per_second": 655.4,
-}  # fmt: skip
-SPECULATORS = """\
-subset,num_drafts,num_draft_tokens,num_accepted_tokens,acceptance_length,acceptance_at_pos_0,acceptance_at_pos_1
-HumanEval,100.0,200.0,120.0,2.2,0.8,0.4
-qa,300.0,600.0,240.0,1.8,0.6,0.2
-"""  # speculators, scripts/evaluate/perf_utils.py: acceptance_csv_columns, CsvWriter
-GUIDELLM = {"benchmarks": [{"config": {"strategy": {"type_": "throughput"}}, "metrics": {}}]}
-AIPERF: dict[str, Any] = {  # aiperf 0.13, profile_export_aiperf.json
-    "schema_version": "1.1", "request_count": {"unit": "requests", "avg": 64.0},
-    "total_spec_decode_steps": {"unit": "count", "avg": 100.0},
-    "total_accepted_draft_tokens": {"unit": "tokens", "avg": 140.0},
-    "pooled_spec_decode_acceptance_histogram": {"0": 40, "1": 20, "3": 40},
-}  # fmt: skip
-
-
-SGLANG: dict[str, Any] = {  # SGLang 00f9ec47, sglang/benchmark/serving.py: `benchmark`, without --output-details
-    "tag": None, "backend": "sglang-oai", "dataset_name": "sharegpt", "request_rate": "inf", "max_concurrency": 8,
-    "server_info": {
-        "model_path": "org/target", "speculative_algorithm": "DFLASH", "speculative_num_draft_tokens": 8,
-        "speculative_eagle_topk": None, "version": "0.5.23",
-        "internal_states": [{"last_gen_throughput": 90.0, "avg_spec_accept_length": 3.2}],
-    },
-    "duration": 41.5, "completed": 80, "total_input_tokens": 9000, "total_output_tokens": 20000,
-    "request_throughput": 1.93, "mean_ttft_ms": 52.0, "accept_length": 3.2, "max_concurrent_requests": 8,
-}  # fmt: skip
-MLX_RUN: dict[str, Any] = {  # dflash-mlx, benchmark/results/qwen3-5-9b-1024.json at 26cb2553: the figures of one run
-    "ttft_ms": 529.25, "generation_tps": 125.9, "tokens_per_cycle": 9.061946902654867, "cycles": 113,
-    "acceptance_ratio": 0.8896484375, "acceptance_first_20_avg": 7.4, "acceptance_last_20_avg": 11.5,
-}  # fmt: skip
-MLX: dict[str, Any] = {  # the same file, with a shorter prompt
-    "hardware": {"chip": "Apple M5 Max", "mlx_version": "0.31.1"},
-    "config": {
-        "target_model": "Qwen/Qwen3.5-9B", "draft_model": "z-lab/Qwen3.5-9B-DFlash", "max_new_tokens": 1024,
-        "block_tokens": 16, "prompt": "If f(1) = 1, find f.", "prompt_tokens": 92, "prompt_id": "f", "repeat": 3,
-    },
-    "runs": [{"run": number, "dflash": MLX_RUN, "speedup": 4.06} for number in (1, 2, 3)],
-    "summary": {"acceptance_ratio_median": 0.8896484375},
-}  # fmt: skip
-
-
-def mlx_suite(*runs: dict[str, Any], **config: Any) -> dict[str, Any]:
-    """results.json of dflash-mlx ec6bacd9 with a prompt for each run."""
-    known = {"model": "m", "draft": "d", "max_tokens": 64, "block_tokens": 16, "copyspec_mode": "off", **config}
-    prompts: list[dict[str, Any]] = [
-        {"config": {**known, "prompt": f"p{index}", "prompt_id": f"id{index}"}, "runs": [{"run": 1, "dflash": run}]}
-        for index, run in enumerate(runs)
-    ]
-    flat = [item | {"prompt_id": "x"} for report in prompts for item in report["runs"]]
-    return {"hardware": {}, "config": known, "prompts": prompts, "runs": flat, "summary": {}}
-
-
-SWEEP_RUN: dict[str, Any] = {
-    "latency": 20.0, "output_throughput": 90.0, "accept_length": 4.1, "accuracy": 0.8, "num_questions": 80,
-    "num_valid_predictions": 80, "categorical_performance": None,
-}  # fmt: skip
-SWEEP: dict[str, Any] = {  # SpecForge a6b6b023, benchmarks/bench_eagle3.py: one data set, one setting, one run
-    "model": "org/draft",
-    "gsm8k": [
-        {"batch_size": 8, "steps": 7, "topk": 1, "num_draft_tokens": 8, "metrics": [SWEEP_RUN], "num_samples": 80}
-    ],
-}  # fmt: skip
-
-
-def aiperf_record(name: str, turn: int, steps: dict[str, int], **changes: Any) -> dict[str, Any]:
-    """A line of profile_export.jsonl of aiperf 0.13 at --export-level records."""
-    num_steps = sum(steps.values())
-    accepted = sum(int(count) * number for count, number in steps.items())
-    return {
-        "metadata": {
-            "session_num": 1, "x_request_id": "7609a2e7", "conversation_id": name, "turn_index": turn,
-            "request_start_ns": 1759813207532900363, "benchmark_phase": "profiling", "was_cancelled": False,
-        },
-        "metrics": {"input_sequence_length": {"value": 550 + turn, "unit": "tokens"}},
-        "spec_decode_acceptance": {
-            "engine": "vllm", "mean_acceptance_length": 1 + accepted / num_steps, "acceptance_histogram": steps,
-            "draft_acceptance_rate": 0.4, "num_accepted_draft_tokens": accepted, "num_draft_tokens": 3 * num_steps,
-            "num_spec_steps": num_steps, "num_spec_tokens": 3,
-        },
-        "error": None,
-    } | changes  # fmt: skip
-
-
-def specdec_bench(*lengths: float) -> list[dict[str, Any]]:
-    """acceptance_rate.json of Model-Optimizer's examples/specdec_bench, metrics/acceptance_rate.py."""
-    return [
-        {
-            "Request_AL": {str(index): {"0": length} for index, length in enumerate(lengths)},
-            "Average_AL": sum(lengths) / len(lengths),
-            "Acceptance_Length_Histogram": {"1": 30, "2": 20, "4": 10},
-            "Conditional_Acceptance_Rate": {"1": 1.0, "2": 0.5, "4": 0.33},
-            "Joint_Acceptance_Rate": {"1": 1.0, "2": 0.5, "4": 0.17},
-        }
-    ]
-
-
-def read(folder: Path, content: Any, name: str = "result") -> MeasuredResult:
-    path = folder / name
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return read_result(path)
-
-
-def lines(*rows: dict[str, Any]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
+from dflash_testing.result_samples import (
+    AIPERF,
+    GUIDELLM,
+    MLX,
+    MLX_RUN,
+    SGLANG,
+    SPECFORGE,
+    SPECULATORS,
+    SWEEP,
+    SWEEP_RUN,
+    VLLM,
+    aiperf_record,
+    lines,
+    mlx_suite,
+    read,
+    specdec_bench,
+)
 
 
 def test_vllm_bench_gives_totals(tmp_path: Path) -> None:
@@ -332,64 +230,6 @@ def test_lines_end_at_line_feeds_only(change: Callable[[str], str], tmp_path: Pa
     assert [item.name for item in read_result(path).conversations] == ["a", "b"]
 
 
-def test_rows_of_an_interrupted_run_are_read_without_a_cut_off_last_line(tmp_path: Path) -> None:
-    """Rows of a release without verify widths. A later line about a turn replaces an earlier line."""
-    head = {"schema_version": 1, "kind": "answers", "settings": {"num_speculative_tokens": 3}}
-    row = {
-        "index": 0, "turn": 0, "digest": "d", "category": None, "prompt_token_ids": [1, 2], "token_ids": [3],
-        "text": "a", "finish_reason": "length",
-    }  # fmt: skip
-    first, second, again = (
-        row | {"turn": turn, "acceptance_lengths": lengths, "committed_lengths": lengths}
-        for turn, lengths in ((0, [1, 1]), (1, [4]), (0, [3, 2]))
-    )
-    text = lines(head, first, second, again) + '{"index": 1, "tu'
-    result = read(tmp_path, text)
-    assert [(item.name, item.num_tokens, item.num_steps) for item in result.conversations] == [("prompt 1", 9, 3)]
-    assert result.counts is not None
-    assert (result.counts.per_pos_accepted, result.acceptance_len) == ([3, 2, 1], 3.0)
-
-
-def test_a_setting_that_only_one_file_of_answers_states_is_a_difference(tmp_path: Path) -> None:
-    """A run states some settings only if they are chosen. Another release may lack a setting for another reason."""
-    row = {
-        "index": 0, "turn": 0, "digest": "d", "category": None, "prompt_token_ids": [1, 2], "token_ids": [3],
-        "text": "a", "finish_reason": "length", "acceptance_lengths": [1], "committed_lengths": [1],
-    }  # fmt: skip
-
-    def with_settings(name: str, **settings: Any) -> MeasuredResult:
-        (tmp_path / name).mkdir()
-        head = {"schema_version": 1, "kind": "answers", "settings": {"num_speculative_tokens": 3, **settings}}
-        return read(tmp_path / name, lines(head, row))
-
-    plain = with_settings("plain", dflash="1")
-    chosen = with_settings("chosen", dflash="1", kv_dtype="fp8", num_tree_nodes=8, seed=None)
-    older = with_settings("older", dflash="0", num_tree_nodes=8, rounding="int4")
-    found = compare_results([plain, chosen, older])
-    trees = {"num_tree_nodes": (None, 8)}
-    assert [item.unlike for item in found] == [{"kv_dtype": ("auto", "fp8"), **trees}, trees]
-
-
-@pytest.mark.parametrize(
-    ("changes", "id", "field"),
-    [
-        ({"turn": "0"}, "wrong-value", "turn"),
-        ({"acceptance_lengths": [1.5]}, "wrong-value", "acceptance_lengths[0]"),
-        ({"accepted": []}, "unknown-key", "accepted"),
-    ],
-)
-def test_a_malformed_row_is_refused_with_its_line_and_field(
-    changes: dict[str, Any], id: str, field: str, tmp_path: Path
-) -> None:
-    head = {"schema_version": 1, "kind": "answers", "settings": {"num_speculative_tokens": 3}}
-    row = {
-        "index": 0, "turn": 0, "digest": "d", "category": None, "prompt_token_ids": [1, 2], "token_ids": [3],
-        "text": "a", "finish_reason": "length", "acceptance_lengths": [1], "committed_lengths": [1],
-    }  # fmt: skip
-    with refuses(UsageError, id, field=field, path=f"{tmp_path / 'result'}:3"):
-        read(tmp_path, lines(head, row, row | changes))
-
-
 def test_each_sample_is_recognised_by_one_format_only(tmp_path: Path) -> None:
     from dflash_cli.comparing.measured_result import PACKAGE, ResultFile
 
@@ -412,41 +252,6 @@ def test_each_sample_is_recognised_by_one_format_only(tmp_path: Path) -> None:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         known = [kind.title for kind in RESULT_FORMATS.values() if kind().recognises(ResultFile(path))]
         assert len(known) == 1, (number, known)
-
-
-def test_totals_are_compared_without_an_interval_and_with_the_reason(tmp_path: Path) -> None:
-    better = VLLM | {"spec_decode_acceptance_length": 3.3, "spec_decode_accepted_tokens": 2300}
-    for name, content in (("a.json", VLLM), ("b.json", better)):
-        (tmp_path / name).write_text(json.dumps(content))
-    arguments = "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")
-    (found,) = json.loads(support.run_main(*arguments, "--json").out)["comparisons"]
-    assert found["difference"] == pytest.approx(0.2)
-    assert (found["interval"], found["verdict"], found["num_conversations"]) == (None, None, 0)
-    assert found["reason"] == f"{arguments[1]}: {read_result(tmp_path / 'a.json').why_no_rows}"
-    outcome = support.run_main(*arguments)
-    assert outcome.code == 0
-    assert "+0.200" in outcome.out
-    assert found["reason"] in outcome.out
-
-
-def test_runs_of_specdec_bench_are_paired_by_request(tmp_path: Path) -> None:
-    lengths = [2.0 + 0.3 * (index % 7) for index in range(64)]
-    better = [length + 0.2 + 0.01 * (index % 3) for index, length in enumerate(lengths)]
-    for name, content in (("a.json", specdec_bench(*lengths)), ("b.json", specdec_bench(*better))):
-        (tmp_path / name).write_text(json.dumps(content))
-    outcome = support.run_main("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json")
-    (found,) = json.loads(outcome.out)["comparisons"]
-    assert (found["is_paired"], found["verdict"]) == (True, "higher")
-    assert found["difference"] == pytest.approx(0.21, abs=0.01)
-
-
-def test_another_definition_gives_a_warning(tmp_path: Path) -> None:
-    for name, content in (("a.json", VLLM), ("b.json", SPECFORGE)):
-        (tmp_path / name).write_text(json.dumps(content))
-    outcome = support.run_main("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json")
-    assert outcome.notices == ("measured-otherwise",)
-    (found,) = json.loads(outcome.out)["comparisons"]
-    assert found["unlike"]["definition"] == ["vllm", "sglang"]
 
 
 RECORDED = ROOT / "tests" / "golden" / "results"

@@ -23,6 +23,7 @@ from dflash_runtime.models.target import TargetEnds
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edit_config, edit_tensors
 from dflash_testing.fp8_models import FORMS, RoundedModel
 from dflash_testing.pairs import (
     bundled_draft,
@@ -134,14 +135,11 @@ def test_the_head_of_a_target_in_fp8_is_dequantised(form: str, tmp_path: Path) -
     """Its numbers alone, without their scales, would be another head."""
     target = tmp_path / "target"
     shutil.copytree(tiny_directory() / "target", target)
-    file = target / "model.safetensors"
-    stored = load_file(file)
+    stored = load_file(target / "model.safetensors")
     name = "lm_head.weight" if "lm_head.weight" in stored else "model.embed_tokens.weight"
     plain, parts = FORMS[form].pack(stored[name].float())
-    save_file({**stored, **{f"lm_head.{end}": tensor for end, tensor in parts.items()}}, file, {"format": "pt"})
-    settings = json.loads((target / "config.json").read_text())
-    settings |= {"quantization_config": FORMS[form].config, "tie_word_embeddings": False}
-    (target / "config.json").write_text(json.dumps(settings))
+    edit_tensors(target, **{f"lm_head.{end}": tensor for end, tensor in parts.items()})
+    edit_config(target, quantization_config=FORMS[form].config, tie_word_embeddings=False)
     out = tmp_path / "out"
     options = ("--to", "native", "--quantize", "fp8", "--quantize-all", "--target", target, "--verify", "none")
     outcome = support.invoke("convert", "tiny", out, *options)

@@ -20,6 +20,7 @@ from dflash_runtime.errors import GateFailed
 from dflash_runtime.models.target import Target
 from dflash_runtime.models.target_loading import load_target
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edited_config
 from dflash_testing.pairs import placement
 from dflash_testing.paths import GOLDEN
 from dflash_testing.refusals import refuses
@@ -109,9 +110,8 @@ class TestVerifyLogits:
     )
     def test_a_wrong_reading_is_caught(self, key: str, value: Any, tmp_path: Path) -> None:
         source, out = self.convert(tmp_path)
-        config = json.loads((out / "config.json").read_text())
-        config[key] = {**config[key], **value} if isinstance(value, dict) else value
-        support.write_config(out, config)
+        with edited_config(out) as config:
+            config[key] = {**config[key], **value} if isinstance(value, dict) else value
         with refuses(GateFailed, "logits-differ"):
             verify_logits(source, open_draft(out))
 

@@ -28,11 +28,12 @@ from dflash_runtime.documents import to_json
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import falsify
 from dflash_testing.pairs import DenseAttention, bundled_draft, random_draft, random_draft_config, random_target
 from dflash_testing.refusals import refuses
 from dflash_testing.searches import shorten_search
 
-TARGET = fetch_directory(TINY, Role.TARGET)
+DRAFT, TARGET = (fetch_directory(TINY, role) for role in (Role.DRAFT, Role.TARGET))
 
 
 def run(draft: Path, *factors: str, num_prompts: int = 16, prompts: Any = None, max_new_tokens: int = 48) -> RunReport:
@@ -41,15 +42,6 @@ def run(draft: Path, *factors: str, num_prompts: int = 16, prompts: Any = None, 
     )
     settings = RunSettings(EngineConfig(max_num_requests=32), budget, prompts=prompts)
     return validate_running(ValidationPlan(draft=draft, target=TARGET, target_reference=TINY), settings)
-
-
-def falsify(path: Path, change: Callable[[dict[str, Any]], object], name: str = TINY) -> Path:
-    """The bundled draft with another config."""
-    shutil.copytree(fetch_directory(name, Role.DRAFT), path)
-    config = json.loads((path / "config.json").read_text())
-    change(config)
-    support.write_config(path, config)
-    return path
 
 
 def shorten_if_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, *factors: str) -> None:
@@ -119,7 +111,7 @@ def test_a_falsified_config_is_caught(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     shorten_if_default(request, monkeypatch, factor)
-    report = run(falsify(tmp_path / "draft", change), factor, num_prompts=8, max_new_tokens=32)
+    report = run(falsify(DRAFT, tmp_path / "draft", change), factor, num_prompts=8, max_new_tokens=32)
     found = [item for item in report.findings if item.id == rule]
     assert [(item.severity, item.location) for item in found] == [("error", location)]
     assert report.search is not None
@@ -131,9 +123,9 @@ def test_a_falsified_config_is_caught(
     assert report.fails()
 
 
-def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object], name: str = TINY) -> Path:
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     """The bundled draft with other tensors."""
-    shutil.copytree(fetch_directory(name, Role.DRAFT), path)
+    shutil.copytree(DRAFT, path)
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -271,7 +263,7 @@ def test_through_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """With prompts of ids: exit 3, the findings on stdout and progress on stderr."""
     shorten_search(monkeypatch, "rope")
     monkeypatch.setattr(alternatives, "FAMILIES", (alternatives._rope,))
-    draft = falsify(tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
+    draft = falsify(DRAFT, tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
     rows = [{"prompt_token_ids": list(range(30 + index, 60 + index))} for index in range(6)]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps(row) for row in rows))
@@ -284,7 +276,7 @@ def test_through_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_pair_that_cannot_run_is_not_run(tmp_path: Path) -> None:
-    draft = falsify(tmp_path / "draft", lambda config: config.update(hidden_size=100))
+    draft = falsify(DRAFT, tmp_path / "draft", lambda config: config.update(hidden_size=100))
     report = run(draft)
     assert report.search is None
     assert "P01" in report.notes[0]
@@ -294,7 +286,7 @@ def test_a_pair_that_cannot_run_is_not_run(tmp_path: Path) -> None:
 def test_a_prompt_that_fails_is_left_out_of_every_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_search(monkeypatch)
     prompts = six_prompts()
-    path = falsify(tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
+    path = falsify(DRAFT, tmp_path / "draft", lambda config: config.update(rope_theta=10000.0))
     alone = run(path, "rope", prompts=prompts, max_new_tokens=32)
     mixed = run(path, "rope", prompts=[prompts[0], [99_999], *prompts[1:]], max_new_tokens=32)
     assert [item.id for item in alone.findings if item.level == "run"] == ["R04"]

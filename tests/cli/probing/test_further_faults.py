@@ -42,7 +42,7 @@ from dflash_testing.scripted_operations import (
     is_long,
     wants_grammar,
 )
-from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
+from dflash_testing.scripted_servers import STEPS, L, S, Script, V, probe_named, probe_script
 
 OTHER_TARGET: dict[str, Any] = {**S, "first_rate": 0.24, "rate": 0.24}
 INFO = "/server_info"
@@ -164,8 +164,7 @@ FAULTS: dict[str, tuple[Callable[[], Script], set[str]]] = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])
 def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, ids = FAULTS[name]
-    found = probe_script(monkeypatch, make())
-    assert named(found) == ids, [(item.id, item.seen) for item in found.findings]
+    probe_named(monkeypatch, make(), ids)
 
 
 def test_evidence_names_the_penalty_the_slots_and_the_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
+from dflash_testing.scripted_servers import STEPS, L, S, Script, V, probe_named, probe_script
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "1 vllm": ({**V, "is_engaged": False}, "draft-not-engaged"),
@@ -57,8 +57,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, id = FAULTS[name]
-    found = probe_script(monkeypatch, Script(**changes))
-    assert named(found) == {id}, [item.seen for item in found.findings]
+    found = probe_named(monkeypatch, Script(**changes), {id})
     assert all(item.seen and item.follows and item.next for item in found.findings)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from dflash_testing.scripted_parsers import AnyJson, KeepsEnds, Swallowing
-from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
+from dflash_testing.scripted_servers import STEPS, L, S, Script, V, probe_named, probe_script
 
 LOST = "answers-in-reasoning"
 FAULTS: dict[str, tuple[Callable[[], Script], str, str]] = {
@@ -26,8 +26,7 @@ SLOW = {"80 tools", "80 chats", "80 nowhere"}
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])
 def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, id, words = FAULTS[name]
-    found = probe_script(monkeypatch, make())
-    assert named(found) == {id}, [(item.id, item.seen) for item in found.findings]
+    found = probe_named(monkeypatch, make(), {id})
     assert words in found.findings[0].seen
 
 
@@ -40,8 +39,7 @@ SOUND: dict[str, Callable[[], Script]] = {
 
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_server_has_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = probe_script(monkeypatch, SOUND[name]())
-    assert named(found) == set(), [(item.id, item.seen) for item in found.findings]
+    probe_named(monkeypatch, SOUND[name](), set())
 
 
 @pytest.mark.parametrize("is_rewritten", [True, False])

@@ -17,7 +17,7 @@ from dflash_testing.scripted_protocols import (
     PartlyTold,
     Queued,
 )
-from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
+from dflash_testing.scripted_servers import STEPS, L, S, Script, V, probe_named, probe_script
 
 FAULTS: dict[str, tuple[Callable[[], Script], str, str]] = {
     "61 vllm": (partial(Queued, **STEPS), "requests-run-in-turn", "1 running and 7 waiting"),
@@ -54,8 +54,7 @@ SLOW = {"61 two at a time", "62 vllm", "62 half", "63 vllm", "64 vllm", "64 sgla
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])
 def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, id, words = FAULTS[name]
-    found = probe_script(monkeypatch, make())
-    assert named(found) == {id}, [(item.id, item.seen) for item in found.findings]
+    found = probe_named(monkeypatch, make(), {id})
     assert words in found.findings[0].seen
 
 
@@ -63,8 +62,7 @@ def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.Monkey
 def test_an_adapter_that_is_asked_for_is_compared_with_its_model(
     style: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = probe_script(monkeypatch, Adapted(**style), served_model="sql")
-    assert named(found) == {"active-adapter-lowers-acceptance"}, [(item.id, item.seen) for item in found.findings]
+    found = probe_named(monkeypatch, Adapted(**style), {"active-adapter-lowers-acceptance"}, served_model="sql")
     assert found.server.active_adapter == "sql"
 
 
@@ -81,8 +79,7 @@ SOUND: dict[str, Script] = {
 
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_server_has_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = probe_script(monkeypatch, SOUND[name])
-    assert named(found) == set(), [(item.id, item.seen) for item in found.findings]
+    probe_named(monkeypatch, SOUND[name], set())
 
 
 def test_one_slot_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_testing.scripted_operations import Failing, is_long, wants_grammar
 from dflash_testing.scripted_repeats import CachedBlocks, CachedWrongly, Endless, StaleWalk
-from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
+from dflash_testing.scripted_servers import STEPS, L, S, Script, V, probe_named, probe_script
 
 BARE: dict[str, Any] = {**L, "has_metrics": False}
 LATE: dict[str, Any] = {"fails": is_long, "status": 504}
@@ -50,8 +50,7 @@ SLOW = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])
 def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, id, words = FAULTS[name]
-    found = probe_script(monkeypatch, make())
-    assert named(found) == {id}, [(item.id, item.seen) for item in found.findings]
+    found = probe_named(monkeypatch, make(), {id})
     assert words in found.findings[0].seen
 
 
@@ -67,8 +66,7 @@ SOUND: dict[str, Callable[[], Script]] = {
 
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_server_has_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = probe_script(monkeypatch, SOUND[name]())
-    assert named(found) == set(), [(item.id, item.seen) for item in found.findings]
+    probe_named(monkeypatch, SOUND[name](), set())
 
 
 @pytest.mark.parametrize(("is_draft", "severity"), [(True, "error"), (False, "warning")])
@@ -80,6 +78,5 @@ def test_the_draft_is_the_reason_if_answers_without_it_end(
 
 
 def test_a_limit_of_time_on_short_prompts_is_no_proxy_that_long_prompts_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = probe_script(monkeypatch, Failing(**S, fails=wants_grammar, status=504))
-    assert named(found) == {"tool-call-fails"}
+    found = probe_named(monkeypatch, Failing(**S, fails=wants_grammar, status=504), {"tool-call-fails"})
     assert not any("the prompt has" in item.seen for item in found.findings)

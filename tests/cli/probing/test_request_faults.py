@@ -9,7 +9,7 @@ import pytest
 from dflash_cli.probing.servers.http_client import ServerUnreachable
 from dflash_testing.refusals import refuses
 from dflash_testing.scripted_requests import Certain, Crowded, Drawing, Ending, Repeating
-from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
+from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_named, probe_script
 
 BARE: dict[str, Any] = {**L, "has_metrics": False}
 FAULTS: dict[str, tuple[Callable[[], Script], str, str]] = {
@@ -42,8 +42,7 @@ SLOW = {"67 llama.cpp", "69 vllm", "71 vllm", "70 llama.cpp", "72 sglang", "73 l
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS])
 def test_a_fault_is_named_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, id, words = FAULTS[name]
-    found = probe_script(monkeypatch, make())
-    assert named(found) == {id}, [(item.id, item.seen) for item in found.findings]
+    found = probe_named(monkeypatch, make(), {id})
     assert words in found.findings[0].seen
 
 
@@ -61,8 +60,7 @@ SOUND: dict[str, Callable[[], Script]] = {
 
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_server_has_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = probe_script(monkeypatch, SOUND[name]())
-    assert named(found) == set(), [(item.id, item.seen) for item in found.findings]
+    probe_named(monkeypatch, SOUND[name](), set())
 
 
 def test_a_seed_that_the_engine_does_not_keep_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +70,7 @@ def test_a_seed_that_the_engine_does_not_keep_is_a_fact(monkeypatch: pytest.Monk
 
 def test_answers_that_ignore_the_end_token_may_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Ending(**S, behind=3)
-    found = probe_script(monkeypatch, script, questions=False, ignore_eos=True)
-    assert named(found) == set()
+    probe_named(monkeypatch, script, set(), questions=False, ignore_eos=True)
 
 
 def test_a_run_with_refusals_keeps_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:

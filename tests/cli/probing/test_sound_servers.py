@@ -19,7 +19,7 @@ from dflash_testing.scripted_operations import (
     Told,
     is_long,
 )
-from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_script
+from dflash_testing.scripted_servers import STEPS, L, S, Script, V, named, probe_named, probe_script
 
 HEALTHY: dict[str, dict[str, Any]] = {
     "vllm with counters": V,
@@ -86,8 +86,7 @@ SOUND: dict[str, Script] = {
 
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_server_has_no_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = probe_script(monkeypatch, SOUND[name])
-    assert named(found) == set(), [(item.id, item.seen) for item in found.findings]
+    found = probe_named(monkeypatch, SOUND[name], set())
     assert not found.attribution.is_fault
 
 

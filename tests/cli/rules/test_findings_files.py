@@ -18,6 +18,7 @@ from dflash_cli.documents.junit import Case, gate_written, junit
 from dflash_cli.rules.rule import all_rules
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edited_config
 from dflash_testing.paths import ROOT
 
 
@@ -27,10 +28,9 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "my draft"
     shutil.copytree(fetch_directory(TINY, Role.DRAFT), folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["dflash_config"]["mask_token_id"] = 99999
-    config["architectures"] = ["Foo"]
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    with edited_config(folder) as config:
+        config["dflash_config"]["mask_token_id"] = 99999
+        config["architectures"] = ["Foo"]
     return Path("my draft")
 
 
@@ -123,11 +123,10 @@ def test_a_form_without_a_file_is_printed_instead_of_text(form: str, broken: Pat
 
 
 def test_warnings_fail_a_case_only_if_they_fail_the_command(broken: Path) -> None:
-    config = json.loads((broken / "config.json").read_text())
-    config["dflash_config"]["mask_token_id"], config["architectures"] = 3, ["DFlashDraftModel"]
-    config["torch_dtype"] = config["dtype"] = "float16"
-    config["max_position_embeddings"] = 64
-    (broken / "config.json").write_text(json.dumps(config))
+    with edited_config(broken) as config:
+        config["dflash_config"]["mask_token_id"], config["architectures"] = 3, ["DFlashDraftModel"]
+        config["torch_dtype"] = config["dtype"] = "float16"
+        config["max_position_embeddings"] = 64
     document = json.loads(check(broken, "--json").out)
     assert (document["num_errors"], document["num_warnings"] > 0) == (0, True)
     for option, code in ((), 0), (("--strict",), 3):

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from dflash_cli.main import COMMANDS, app
 from dflash_cli.terminal.command_line import load_command
-from dflash_cli.terminal.help_page import MAX_SHORT_OPTIONS, WIDEST_PAGE
+from dflash_cli.terminal.help_page import WIDEST_PAGE
 from dflash_cli.terminal.requests import parameters_of
 
 
@@ -28,7 +28,7 @@ def test_a_short_page_has_examples_first_and_few_options(name: str) -> None:
     text = page(name)
     assert 0 < text.index(f"dflash {name}") < text.index("\nOptions:")
     options = [item for item in rows(text) if item.startswith("-")]
-    assert len(options) <= MAX_SHORT_OPTIONS
+    assert len(options) <= 15
     assert "--help-all" in options
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -87,15 +86,6 @@ def run(*args: object, code: int = 0) -> Any:
     outcome = support.invoke(*args, "--json")
     assert outcome.code == code, (args, outcome.out, outcome.err)
     return json.loads(outcome.out)
-
-
-def falsify(draft: Path, path: Path, change: Change) -> Path:
-    """A copy of a draft with another config."""
-    shutil.copytree(draft, path)
-    config = json.loads((path / "config.json").read_text())
-    change(config)
-    support.write_config(path, config)
-    return path
 
 
 def check_return(draft: Path, path: Path) -> None:

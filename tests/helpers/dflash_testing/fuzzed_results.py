@@ -31,6 +31,17 @@ from dflash_runtime.scheduling.request import FinishReason
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_testing.evaluations import drawn_evaluation, evaluation_run
 from dflash_testing.reader_fuzzing import Read, Reader, as_json, file_reader
+from dflash_testing.result_samples import (
+    AIPERF,
+    MLX,
+    SGLANG,
+    SPECFORGE,
+    SPECULATORS,
+    SWEEP,
+    VLLM,
+    aiperf_record,
+    specdec_bench,
+)
 
 
 def of_documents(home: Path) -> dict[str, Reader]:
@@ -44,7 +55,12 @@ def of_documents(home: Path) -> dict[str, Reader]:
         ),
         b"python -m sglang.launch_server --model-path m --speculative-algorithm DFLASH --no-x --a.b 1 --tp=2 \\\n -d",
     )
-    results = [as_json(to_json(drawn_evaluation(count=3))), *map(as_json, OTHER_RESULTS), OTHER_TABLE, _journal()]
+    results = [
+        as_json(to_json(drawn_evaluation(count=3))),
+        *map(as_json, OTHER_RESULTS),
+        SPECULATORS.encode(),
+        _journal(),
+    ]
     card = ModelCard({"tags": ["dflash"]}, "block")
     marked = insert_card("---\nlicense: mit\ntags:\n- a\n---\n# Title\n", card).text.encode()
     return {
@@ -65,42 +81,9 @@ def of_documents(home: Path) -> dict[str, Reader]:
 
 
 OTHER_RESULTS: tuple[Any, ...] = (
-    {
-        "date": "20261120-101112", "backend": "vllm", "request_throughput": 1.9, "model_id": "org/m", "completed": 8,
-        "spec_decode_acceptance_length": 3.1, "spec_decode_num_drafts": 1000, "spec_decode_draft_tokens": 7000,
-        "spec_decode_accepted_tokens": 2100, "spec_decode_per_position_acceptance_rates": [0.8, 0.5, 0.3],
-    },
-    {
-        "average_acceptance_length": 4.21, "backend": "sglang", "dataset": "gsm8k", "latency_seconds": 12.5,
-        "output_tokens": 8192, "samples": 64, "spec_verify_count": 1946, "throughput_tokens_per_second": 655.4,
-    },
-    {
-        "schema_version": "1.1", "total_spec_decode_steps": {"avg": 100.0}, "request_count": {"avg": 64.0},
-        "total_accepted_draft_tokens": {"avg": 140.0}, "pooled_spec_decode_acceptance_histogram": {"0": 40, "3": 40},
-    },
-    {
-        "metadata": {"conversation_id": "a", "turn_index": 0, "benchmark_phase": "profiling"},
-        "metrics": {"input_sequence_length": {"value": 550, "unit": "tokens"}},
-        "spec_decode_acceptance": {
-            "engine": "vllm", "acceptance_histogram": {"0": 1, "3": 2}, "num_accepted_draft_tokens": 6,
-            "num_spec_steps": 3, "num_spec_tokens": 3,
-        },
-    },
-    {
-        "backend": "sglang", "dataset_name": "sharegpt", "accept_length": 3.2, "total_output_tokens": 2000,
-        "server_info": {"model_path": "org/m", "speculative_num_draft_tokens": 8, "speculative_eagle_topk": None},
-    },
-    {
-        "hardware": {}, "summary": {}, "config": {"model": "m", "draft": "d", "block_tokens": 16, "prompt": "p"},
-        "runs": [{"dflash": {"tokens_per_cycle": 3.5, "cycles": 4, "acceptance_ratio": 10 / 14}}],
-    },
-    {
-        "model": "org/draft",
-        "gsm8k": [{"batch_size": 8, "topk": 1, "num_draft_tokens": 8, "metrics": [{"accept_length": 4.1}]}],
-    },
-    [{"Request_AL": {"0": {"0": 2.5}, "1": {"0": 3.5}}, "Average_AL": 3.0, "Acceptance_Length_Histogram": {"1": 3}}],
+    VLLM, SPECFORGE, AIPERF, aiperf_record("a", 0, {"0": 1, "3": 2}), SGLANG, MLX, SWEEP, specdec_bench(2.5, 3.5),
 )  # fmt: skip
-"""Results in the layouts of other programs; tests of importers name their sources."""
+"""Results in the layouts of other programs."""
 
 
 STATED = b"""---
@@ -113,10 +96,6 @@ model-index:
     - {type: acceptance_length, value: 3.439}
 ---
 # A draft
-"""
-
-OTHER_TABLE = b"""subset,num_drafts,num_draft_tokens,num_accepted_tokens,acceptance_length,acceptance_at_pos_0
-HumanEval,100.0,200.0,120.0,2.2,0.8
 """
 
 

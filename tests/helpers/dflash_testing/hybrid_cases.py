@@ -199,7 +199,7 @@ class HybridPair:
         return out.logits[0], torch.cat([out.hidden_states[layer + 1][0] for layer in taps], dim=-1)
 
 
-def make_pair(case: HybridCase, folder: Path, dtype: torch.dtype = torch.float32) -> HybridPair:
+def make_pair(case: HybridCase, folder: Path) -> HybridPair:
     """Make the models of a case, and save the target in a folder."""
     model = make_model(folder, case.model_type, initializer_range=0.2, max_position_embeddings=MODEL_LEN, **case.body)
     generator = torch.Generator().manual_seed(case.seed)
@@ -215,8 +215,8 @@ def make_pair(case: HybridCase, folder: Path, dtype: torch.dtype = torch.float32
         pack_experts(folder, model)
     if hasattr(model, "set_experts_implementation"):  # the usual one requires aligned widths
         model.set_experts_implementation("eager")
-    target = load_target(open_target(folder), placement(dtype), "auto")
-    draft = random_draft(target, dtype, seed=case.seed + 1, **case.draft)
+    target = load_target(open_target(folder), placement(), "auto")
+    draft = random_draft(target, seed=case.seed + 1, **case.draft)
     return HybridPair(model, target, draft)
 
 

@@ -107,7 +107,6 @@ EAGLE3: Json = {
     **LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 12,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2], "use_aux_hidden_state": True},
 }  # fmt: skip
-EAGLE3_NATIVE_NAMES = KindCase("eagle3", EAGLE3)
 
 CASES = {
     "xpress": KindCase("xpress", nested("Qwen3XPressModel", XPRESS), {"vllm": "0.33"}),

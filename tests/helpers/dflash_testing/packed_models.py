@@ -1,12 +1,13 @@
 """Random gpt-oss models with MXFP4 experts: the file has packed numbers, and the model of transformers plain ones."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from dflash_testing.edits import edit_config
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 """The value of each number of four bits."""
@@ -33,6 +34,5 @@ def pack_experts(path: Path, model: Any) -> None:
         del tensors[name]
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    settings = json.loads((path / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (path / "config.json").write_text(json.dumps(settings))
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    edit_config(path, quantization_config=settings)

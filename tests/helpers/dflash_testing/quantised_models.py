@@ -1,18 +1,28 @@
 """Small random models with quantised weights, packed by this module, and the same models with plain weights."""
 
-import json
 import re
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dflash_testing.edits import edit_config
 from dflash_testing.hosted_models import make_model
 
 BLOCK = 16
+
+needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+needs_compressed = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="not installed")
+unpacks_wide = pytest.mark.skipif(
+    Version(version("transformers")) < Version("5.23"), reason="dequantises experts to bfloat16, and is refused"
+)
 
 
 def quantise(
@@ -35,8 +45,7 @@ def quantise(
     save_file(plain, path / "model.safetensors", {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     save_file(stored, path / "model.safetensors", {"format": "pt"})
-    settings = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**settings, "quantization_config": config}))
+    edit_config(path, quantization_config=config)
     return model
 
 

@@ -262,6 +262,13 @@ def probe_script(patch: pytest.MonkeyPatch, script: Script, **options: Any) -> P
     return dflash_cli.probe(url="scripted", prompts=prompts, max_new_tokens=ANSWER_LEN, **options)
 
 
+def probe_named(patch: pytest.MonkeyPatch, script: Script, ids: set[str], **options: Any) -> Probed:
+    """The outcome of a probe, whose errors and warnings must have these ids."""
+    found = probe_script(patch, script, **options)
+    assert named(found) == ids, [(item.id, item.seen) for item in found.findings]
+    return found
+
+
 def named(found: Probed) -> set[str]:
     """Ids of the errors and warnings of a probe."""
     return {item.id for item in found.findings if item.severity != "info"}

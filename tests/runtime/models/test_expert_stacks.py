@@ -23,6 +23,7 @@ from dflash_runtime.models.placement import Placement
 from dflash_runtime.models.target import target_families
 from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.models.weights import stack_projections
+from dflash_testing.edits import edit_config
 from dflash_testing.hosted_models import make_model
 from dflash_testing.pairs import placement, random_prompts
 from dflash_testing.refusals import refuses
@@ -184,8 +185,7 @@ def test_an_expert_that_is_missing_is_named(model_path: Path, tmp_path: Path) ->
 )
 def test_a_config_that_readers_take_differently_is_refused(kind: str, key: str, value: Any, tmp_path: Path) -> None:
     make_model(tmp_path, kind)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    edit_config(tmp_path, **{key: value})
     with refuses(InvalidConfig, field=key):
         load_target(open_target(tmp_path), placement(), "native")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_kernels.fp8.fp8_config import fp8_product_shape
@@ -21,6 +21,7 @@ from dflash_runtime.errors import CheckpointError, DFlashError, InvalidConfig, U
 from dflash_runtime.llm import LLM
 from dflash_runtime.models.target_loading import find_target_runtime, load_target, target_bytes
 from dflash_runtime.scheduling.sampling_params import SamplingParams
+from dflash_testing.edits import edit_config, edit_tensors, edited_config
 from dflash_testing.fp8_models import FORMS, RoundedModel
 from dflash_testing.hosted_models import LINEAR
 from dflash_testing.pairs import ScriptedDraft, always_right, placement, random_draft, random_llm, random_prompts
@@ -163,17 +164,10 @@ def test_results_name_the_quantization_and_no_warning_says_slow(tmp_path: Path) 
 LAYER = "model.layers.1.mlp.up_proj"
 
 
-def edit(path: Path, **changes: Any) -> None:
-    """Put tensors into a checkpoint. None removes a tensor."""
-    tensors = load_file(path / "model.safetensors") | changes
-    save_file({name: item for name, item in tensors.items() if item is not None}, path / "model.safetensors")
-
-
 def state(path: Path, **changes: Any) -> None:
     """Change keys of the quantization config."""
-    settings = json.loads((path / "config.json").read_text())
-    settings["quantization_config"] |= changes
-    (path / "config.json").write_text(json.dumps(settings))
+    with edited_config(path) as settings:
+        settings["quantization_config"] |= changes
 
 
 class TestRefusals:
@@ -183,7 +177,7 @@ class TestRefusals:
     def test_a_missing_scale(self, form: str, tmp_path: Path) -> None:
         RoundedModel(tmp_path, "llama", FORMS[form])
         end = "weight_scale_inv" if form == "blocks" else "weight_scale"
-        edit(tmp_path, **{f"{LAYER}.{end}": None})
+        edit_tensors(tmp_path, **{f"{LAYER}.{end}": None})
         with refuses(CheckpointError, "scale-missing", path=tmp_path, field=f"{LAYER}.weight") as refused:
             find_target_runtime(open_target(tmp_path), "auto")
         assert refused.value.exit_code == 3
@@ -191,7 +185,7 @@ class TestRefusals:
 
     def test_a_missing_scale_of_activations(self, tmp_path: Path) -> None:
         RoundedModel(tmp_path, "llama", FORMS["static"])
-        edit(tmp_path, **{f"{LAYER}.input_scale": None})
+        edit_tensors(tmp_path, **{f"{LAYER}.input_scale": None})
         with refuses(CheckpointError, "scale-missing", field=f"{LAYER}.weight"):
             find_target_runtime(open_target(tmp_path), "auto")
 
@@ -222,7 +216,7 @@ class TestRefusals:
         self, changed: dict[str, torch.Tensor | None], id: str, tmp_path: Path
     ) -> None:
         RoundedModel(tmp_path, "llama", FORMS["compressed rows"])
-        edit(tmp_path, **changed)
+        edit_tensors(tmp_path, **changed)
         with refuses(UnsupportedError, id):
             load_target(open_target(tmp_path), placement(), "native")
 
@@ -261,7 +255,7 @@ class TestRefusals:
         name = f"{LAYER}.{end}"
         scales = load_file(tmp_path / "model.safetensors")[name]
         scales.view(-1)[-1] = value
-        edit(tmp_path, **{name: scales})
+        edit_tensors(tmp_path, **{name: scales})
         with refuses(CheckpointError, "scale-invalid", path=tmp_path, field=name) as refused:
             load_target(open_target(tmp_path), placement())
         assert f"{value:g}" in refused.value.message
@@ -287,7 +281,7 @@ class TestRefusals:
     ) -> None:
         """Headers show them, so that no weights are read. transformers would drop such scales or misread them."""
         RoundedModel(tmp_path, "llama", FORMS["compressed rows"])
-        edit(tmp_path, **changed)
+        edit_tensors(tmp_path, **changed)
         with refuses(CheckpointError, id, path=tmp_path, field=field) as refused:
             find_target_runtime(open_target(tmp_path), runtime)
         assert refused.value.exit_code == 3
@@ -297,14 +291,14 @@ class TestRefusals:
     def test_parts_of_models_with_the_names_of_scales_are_none(self, tmp_path: Path) -> None:
         RoundedModel(tmp_path, "llama", FORMS["compressed rows"])
         more = {"model.norm.scale": torch.ones(1), "model.embed_scale": torch.ones(1)}
-        edit(tmp_path, **more)
+        edit_tensors(tmp_path, **more)
         with refuses(UnsupportedError, "tensors-not-applied") as refused:
             load_target(open_target(tmp_path), placement(), "native")
         assert set(refused.value.found) == set(more)
 
     def test_a_fixed_scale_of_activations_with_another_shape(self, tmp_path: Path) -> None:
         RoundedModel(tmp_path, "llama", FORMS["static"])
-        edit(tmp_path, **{f"{LAYER}.input_scale": torch.ones(3)})
+        edit_tensors(tmp_path, **{f"{LAYER}.input_scale": torch.ones(3)})
         with refuses(CheckpointError, "scale-blocks-differ", field=f"{LAYER}.input_scale"):
             find_target_runtime(open_target(tmp_path), "auto")
 
@@ -349,9 +343,8 @@ class TestStatements:
 
     def test_the_file_of_model_optimizer_is_enough(self, tmp_path: Path) -> None:
         oracle = RoundedModel(tmp_path, "llama", FORMS["modelopt"])
-        settings = json.loads((tmp_path / "config.json").read_text())
-        del settings["quantization_config"]
-        (tmp_path / "config.json").write_text(json.dumps(settings))
+        with edited_config(tmp_path) as settings:
+            del settings["quantization_config"]
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
         target = load_target(open_target(tmp_path), placement(WIDE), "native")
         assert how_it_runs(open_target(tmp_path)).words == "natively; weights modelopt"
@@ -373,8 +366,7 @@ class TestStatements:
         if key is None:
             (tmp_path / "hf_quant_config.json").write_text(json.dumps(file))
         else:
-            settings = json.loads((tmp_path / "config.json").read_text())
-            (tmp_path / "config.json").write_text(json.dumps({**settings, key: file}))
+            edit_config(tmp_path, **{key: file})
         with refuses(CheckpointError, "quantizations-differ", path=tmp_path, found=found) as refused:
             find_target_runtime(open_target(tmp_path), "auto")
         assert expected in refused.value.message
@@ -399,8 +391,7 @@ class TestStatements:
     @pytest.mark.parametrize("stated", ["fp8", [1]])
     def test_a_statement_that_is_no_object(self, stated: Any, tmp_path: Path) -> None:
         RoundedModel(tmp_path, "llama", FORMS["blocks"])
-        settings = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps({**settings, "quantization_config": stated}))
+        edit_config(tmp_path, quantization_config=stated)
         with refuses(InvalidConfig, "invalid-config", field="quantization_config"):
             find_target_runtime(open_target(tmp_path), "auto")
 
@@ -414,7 +405,7 @@ class TestStatements:
 def test_scales_of_a_kv_cache_are_left_out(tmp_path: Path) -> None:
     """KV keeps the dtype of the run, so its scales change nothing."""
     oracle = RoundedModel(tmp_path, "llama", FORMS["compressed static"])
-    edit(
+    edit_tensors(
         tmp_path, **{f"model.layers.{layer}.self_attn.{part}_scale": torch.ones(1) for layer in LAYERS for part in "kv"}
     )
     target = load_target(open_target(tmp_path), placement(WIDE))

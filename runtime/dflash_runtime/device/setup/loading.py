@@ -176,9 +176,10 @@ class PairPlan:
 def load_pair(
     target: TargetSource, draft: DraftLike | None, config: EngineConfig | None = None, ranks: Ranks = ALONE
 ) -> LoadedPair:
-    """Resolve the config, refuse a pair that cannot run, then load the weights, of several ranks this rank's share.
+    """Resolve the config, refuse a pair that cannot run, then load the weights.
 
-    Without a draft, or with `num_draft_tokens` 0, the target decodes plainly.
+    With several ranks, load this rank's share. Without a draft, or with `num_draft_tokens` 0, the target decodes
+    plainly.
 
     Raises:
         PairMismatch: the draft was not made for the target.

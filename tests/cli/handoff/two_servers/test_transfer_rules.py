@@ -8,7 +8,8 @@ import pytest
 from dflash_cli.engines.serving_engine import parse_engines
 from dflash_cli.handoff.two_servers.transfer_report import TransferReport, validate_transfer
 from dflash_cli.rules.rule import PLACEHOLDER, all_rules
-from dflash_testing.transfer_cases import CASES, SILENT, TransferCase, over, write_pair
+from dflash_testing.server_pairs import TransferCase, over, write_pair
+from dflash_testing.transfer_cases import CASES, SILENT
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def conversations(length: float, count: int = 40) -> tuple[ConversationCounts, .
 def run(length: float, name: str = "1 at a time", num_drafts: int = 800) -> ServerRun:
     counts = AcceptanceCounts(7, num_drafts, round(num_drafts * (length - 1)))
     total = Summary(
-        counts=counts, num_requests=40, num_conversations=40, num_tokens=999, 
+        counts=counts, num_requests=40, num_conversations=40, num_tokens=999,
         acceptance_len_interval=None, acceptance_len_no_interval=None,
         per_pos_intervals=(None,) * 7, histogram=(),
         definitions=dict.fromkeys(DEFINITIONS),

@@ -19,7 +19,7 @@ from dflash_testing.fake_engines import FakeEngine, Text
 from dflash_testing.refusals import refuses
 from dflash_testing.scripted_faults import Telling
 from dflash_testing.scripted_operations import Told
-from dflash_testing.scripted_servers import L, S, Script, ScriptedClient, V, named, probe_script
+from dflash_testing.scripted_servers import L, S, Script, ScriptedClient, V, named, probe_named, probe_script
 from dflash_testing.server_forms import METRICS
 
 PLAIN, FIVE = Variant(is_plain=True), Asked(max_new_tokens=5)
@@ -61,8 +61,7 @@ def test_llama_cpp_drafts_although_its_props_say_that_it_does_not(
 
 
 def test_a_draft_that_llama_cpp_could_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = probe_script(monkeypatch, Telling(**L, slots=(False, False)))
-    assert named(found) == {"draft-not-engaged"}
+    probe_named(monkeypatch, Telling(**L, slots=(False, False)), {"draft-not-engaged"})
 
 
 def test_llama_cpp_answers_without_drafts_in_requests_that_are_too_short_for_one() -> None:

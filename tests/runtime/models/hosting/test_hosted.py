@@ -8,10 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from dflash_cli.checkpoints.opening import open_target
@@ -28,6 +26,7 @@ from dflash_runtime.models.hosting.hosted import HostedTarget
 from dflash_runtime.models.hosting.hosted_attention import TRIAL, HostedAttention
 from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
+from dflash_testing.edits import edit_tensors
 from dflash_testing.hosted_models import (
     BODY,
     DEFAULT,
@@ -254,20 +253,15 @@ class TestTensors:
         make_model(tmp_path, "llama")
         return tmp_path
 
-    def edit(self, folder: Path, **changes: Any) -> None:
-        file = folder / "model.safetensors"
-        arrays = {**load_file(file), **changes}
-        save_file({name: value for name, value in arrays.items() if value is not None}, file, {"format": "pt"})
-
     def test_a_missing_tensor_is_named(self, folder: Path) -> None:
         """transformers would make the tensor up."""
-        self.edit(folder, **{"model.layers.2.mlp.up_proj.weight": None})
+        edit_tensors(folder, **{"model.layers.2.mlp.up_proj.weight": None})
         with pytest.raises(TensorMismatch) as refused:
             host(folder)
         assert refused.value.missing == ("model.layers.2.mlp.up_proj.weight",)
 
     def test_a_tensor_that_is_not_applied_is_named(self, folder: Path) -> None:
-        self.edit(folder, **{"model.layers.2.mlp.up_proj.scale": np.ones(3, dtype=np.float32)})
+        edit_tensors(folder, **{"model.layers.2.mlp.up_proj.scale": torch.ones(3)})
         with refuses(UnsupportedError, "tensors-not-applied") as refused:
             host(folder)
         assert "model.layers.2.mlp.up_proj.scale" in refused.value.message
@@ -275,20 +269,20 @@ class TestTensors:
     @pytest.mark.parametrize("layer", [4, 61])
     def test_a_layer_that_predicts_further_tokens_is_left_out(self, folder: Path, layer: int) -> None:
         """Its number may be any, as in a target with fewer layers than it was trained with."""
-        part = {f"model.layers.{layer}.{name}": np.ones(3, dtype=np.float32) for name in ("eh_proj.weight", "x")}
-        self.edit(folder, **part, **{"model.mtp.0.weight": np.ones(3, dtype=np.float32)})
+        part = {f"model.layers.{layer}.{name}": torch.ones(3) for name in ("eh_proj.weight", "x")}
+        edit_tensors(folder, **part, **{"model.mtp.0.weight": torch.ones(3)})
         assert host(folder).config.num_layers == 4
 
     def test_a_further_layer_of_another_kind_is_named(self, folder: Path) -> None:
-        self.edit(folder, **{"model.layers.4.mlp.up_proj.weight": np.ones(3, dtype=np.float32)})
+        edit_tensors(folder, **{"model.layers.4.mlp.up_proj.weight": torch.ones(3)})
         with refuses(UnsupportedError, "tensors-not-applied"):
             host(folder)
-        self.edit(folder, **{"model.layers.2.eh_proj.weight": np.ones(3, dtype=np.float32)})
+        edit_tensors(folder, **{"model.layers.2.eh_proj.weight": torch.ones(3)})
         with refuses(UnsupportedError, "tensors-not-applied"):
             host(folder)
 
     def test_a_misshapen_tensor_is_named(self, folder: Path) -> None:
-        self.edit(folder, **{"model.norm.weight": np.ones(3, dtype=np.float32)})
+        edit_tensors(folder, **{"model.norm.weight": torch.ones(3)})
         with pytest.raises(TensorMismatch) as refused:
             host(folder)
         assert refused.value.wrong == {"model.norm.weight": ("[3]", "[32]")}
