@@ -50,7 +50,7 @@ def assert_parts_right(
 
 SIZES = [
     (1, 8, 2, 32, 64),  # one row
-    (1, 6, 3, 72, 300),  # one row, tiles beyond columns and depth
+    (1, 6, 3, 72, 296),  # one row, tiles beyond columns and depth
     (1, 4, 2, 8, 4112),  # one row, a sum too long for the kernel of one row
     (4, 32, 2, 32, 64),  # the most routes for one program per route; some experts are not chosen
     (5, 11, 3, 24, 72),  # one program per expert; partly filled tiles
