@@ -163,9 +163,14 @@ def _down_few_kernel(
 
 
 def has_few_rows(hidden: Tensor, gate_up: Packed, down: Packed) -> bool:
-    """Return whether `few_packed_rows` computes these experts: few rows in bfloat16 on a GPU, and small scales."""
-    is_fitting = hidden.dtype == torch.bfloat16 and gate_up.has_small_scales and down.has_small_scales
-    return len(hidden) <= MAX_FEW_PACKED and is_fitting and not IS_INTERPRETED
+    """Return whether `few_packed_rows` computes these experts: few rows in bfloat16 on a GPU, and small scales.
+
+    Loads have 8 bytes, so rows must begin at multiples of them.
+    """
+    if len(hidden) > MAX_FEW_PACKED or hidden.dtype != torch.bfloat16 or IS_INTERPRETED:
+        return False
+    is_aligned = hidden.data_ptr() % 8 == 0 and hidden.stride(0) % 4 == 0
+    return is_aligned and gate_up.has_small_scales and down.has_small_scales
 
 
 def few_packed_rows(

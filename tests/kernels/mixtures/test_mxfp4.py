@@ -113,10 +113,10 @@ def run_unpack(weight: Packed, text: str, half: int | None = None) -> tuple[Tens
     ],
 )
 def test_packed_experts_equal_unpacked_ones(num_rows: int, num_experts: int, num_chosen: int, gate: Gate) -> None:
-    """Widths of the layer and of the experts differ, and the last tile is cut."""
-    hidden = normal(num_rows, 192, dtype=DTYPE, seed=1)
-    gate_up, down = packed(num_experts, 2 * 64, 192), packed(num_experts, 192, 64, seed=1)
-    biases = normal(num_experts, 2 * 64, dtype=DTYPE, seed=2), normal(num_experts, 192, dtype=DTYPE, seed=3)
+    """Widths of the layer and of the experts differ, the last tile is cut, and the number of groups is odd."""
+    hidden = normal(num_rows, 160, dtype=DTYPE, seed=1)
+    gate_up, down = packed(num_experts, 2 * 64, 160), packed(num_experts, 160, 64, seed=1)
+    biases = normal(num_experts, 2 * 64, dtype=DTYPE, seed=2), normal(num_experts, 160, dtype=DTYPE, seed=3)
     generator = torch.Generator().manual_seed(4)
     rows = [torch.randperm(num_experts, generator=generator)[:num_chosen] for _ in range(num_rows)]
     chosen = torch.stack(rows).to(DEVICE)
