@@ -34,7 +34,7 @@ from dflash_cli.terminal.options import (
 from dflash_cli.terminal.parameters import ESSENTIALS, Option
 from dflash_cli.terminal.requests import parameters_of, verb
 from dflash_cli.terminal.tables import print_table
-from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
+from dflash_runtime.errors import CheckpointError, CheckpointNotFound, FileUnreadable, UnsupportedError, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
@@ -182,7 +182,7 @@ def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None
     try:
         location = pair.find_target(find_checkpoint)
         open_target(open_checkpoint(location))
-    except (CheckpointNotFound, CheckpointError, UnsupportedError, UsageError) as error:
+    except (CheckpointNotFound, CheckpointError, FileUnreadable, UnsupportedError, UsageError) as error:
         text = f"nothing was checked against the target that the draft names: {error.message}"
         return None, Notice(text, id="named-target-unreadable")
     return location, pair.note

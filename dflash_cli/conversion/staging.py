@@ -15,13 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dflash_cli.checkpoints.safetensors_writer import FULL
 from dflash_cli.conversion.destination import check_destination, refuse_foreign, remove_checkpoint
 from dflash_runtime.errors import CapacityError, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.whole_files import hidden_path
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers for a full disk, an exceeded quota of the user, or an exceeded limit on the size of a file."""
 
 MARKER = ".writing"
 """A file in an unfinished directory that its writer has locked. It is removed when the directory is complete."""

@@ -6,7 +6,6 @@ in most methods. Source: vLLM 0.33.0 models/qwen3_dflash.py, models/utils.py map
 layers/quantization; run on the drafts of tests/golden/quantised_verdicts.json.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
@@ -55,7 +54,7 @@ def stated_packing(subject: Subject) -> Any:
     stated = next((item.value for item in subject.stated.statements(KEY) if item.value is not None), None)
     if stated is not None or subject.checkpoint is None or QUANTIZATION_FILE not in subject.files:
         return stated
-    settings = json.loads((subject.checkpoint.path / QUANTIZATION_FILE).read_text(encoding="utf-8"))
+    settings = subject.checkpoint.read_optional_json(QUANTIZATION_FILE) or {}
     is_modelopt = as_object(as_object(settings).get("producer")).get("name") == "modelopt"
     return {**settings, "quant_method": "modelopt"} if is_modelopt else None
 

@@ -49,7 +49,8 @@ class TestRefusals:
     ) -> None:
         support.make_native(tmp_path / "source")
         if place == "copy":
-            monkeypatch.setattr(safetensors_writer, "MOVES", (refusing(number),))
+            monkeypatch.setattr(safetensors_writer, "MOVES", safetensors_writer.MOVES[-1:])
+            monkeypatch.setattr(os, "write", refusing(number))
         elif place == "rename":
             monkeypatch.setattr(staging, "move_new", refusing(number))
         else:
