@@ -107,6 +107,10 @@ def validate(request: ValidationRequest) -> Report:
 def command(request: ValidationRequest) -> None:
     """Check, correct and print."""
     file = FindingsFile.of(request, f"dflash validate {request.draft}")
+    if request.fix_out is not None:
+        from dflash_cli.conversion.destination import check_destination
+
+        check_destination(request.fix_out, force=request.force)
     plan, report, pair = _validate(request)
     fails = report.fails(strict=request.strict)
     document = replace(report.document, passed=not fails)
