@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dflash_cli.documents.atomic_file import check_parent
+from dflash_cli.documents.atomic_file import check_output
 from dflash_cli.terminal.parameters import DRAFTING, ENGINE, ESSENTIALS, MEASURING, OUTPUT, PROMPTS, Argument, Option
 from dflash_cli.terminal.requests import Request, parameters_of
 from dflash_runtime.checkpoint.stored.strict_json import loads
@@ -272,7 +272,7 @@ class GateFileOptions(Request):
     def check(self) -> None:
         super().check()
         if self.gate_out is not None:
-            check_parent(self.gate_out)
+            check_output(self.gate_out, force=True)
 
     def require_gate(self, flag: str, *, is_given: bool) -> None:
         """Refuse --gate-out without a gate.

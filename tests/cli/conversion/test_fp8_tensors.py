@@ -34,7 +34,6 @@ from dflash_testing.pairs import (
 )
 from dflash_testing.refusals import refuses
 
-
 HALF_A_BLOCK = "S32 model.safetensors:layers.0.self_attn.k_proj.weight"
 
 
