@@ -50,7 +50,14 @@ def test_a_target_has_a_name_of_one_line(name: str) -> None:
     assert not Path("out").exists()
 
 
-KINDS = [(None, "null"), ("a", "string"), (3, "number"), (1.5, "number"), (True, "boolean"), ([], "list")]
+KINDS: list[tuple[Any, str]] = [
+    (None, "null"),
+    ("a", "string"),
+    (3, "number"),
+    (1.5, "number"),
+    (True, "boolean"),
+    ([], "list"),
+]
 
 
 @pytest.mark.parametrize(("value", "kind"), KINDS)

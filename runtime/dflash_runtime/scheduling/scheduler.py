@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from dflash_runtime.checkpoint.stored.non_finite import NonFiniteWeights
 from dflash_runtime.errors import NON_FINITE, CheckpointError, DFlashError
 from dflash_runtime.scheduling.admission import check_request
 from dflash_runtime.scheduling.batch import Batch, Chunk, PageAddition, StepOutput
@@ -64,7 +63,7 @@ class Scheduler:
         self.width_policy = width_policy or FixedWidth()
         self._make_index = make_index
         self.row_budget = row_budget
-        self.non_finite: NonFiniteWeights | None = None  # names the tensor at fault if logits are NaN
+        self.explain_non_finite: Callable[[str], CheckpointError] | None = None  # names the tensor at fault
         self.num_preemptions = 0
         self.load = StepLoad(limits)
         self.room = ExpectedRoom(limits, pages)
@@ -455,8 +454,8 @@ class Scheduler:
         if output.token_ids:
             request.commit(output.token_ids, self.limits.max_model_len)
         where = f"the target gave non-finite logits at position {request.total_len}"
-        if self.non_finite is not None:
-            error = self.non_finite.error(where)
+        if self.explain_non_finite is not None:
+            error = self.explain_non_finite(where)
         else:
             error = CheckpointError(f"{where}: its weights have NaN, or are too large", id=NON_FINITE)
         self.fail(request, error)
