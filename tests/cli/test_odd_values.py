@@ -74,3 +74,22 @@ def test_a_field_that_is_null_is_named(field: str) -> None:
     done = support.run_main("generate", "-p", "rows.jsonl")
     assert (done.code, done.field) == (2, field), done
     assert f"{field}: found null, expected a" in done.err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '{"producer": 1, "quantization": "x"}'])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_malformed_file_of_model_optimizer(engine: str, text: str) -> None:
+    source = support.make_native(Path("source"))
+    (source / "hf_quant_config.json").write_text(text)
+    done = support.run_main("validate", source, "--engine", engine)
+    assert done.code in (0, 3), done
+
+
+@pytest.mark.parametrize("block", [[0, 128], [128, 0], [-1, 128]])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_block_without_rows_or_columns(engine: str, block: list[int]) -> None:
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
+    source = support.make_native(Path("source"), quantization_config=settings)
+    done = support.run_main("validate", source, "--engine", engine)
+    assert done.code == 3, done
+    assert "S32" in done.out
