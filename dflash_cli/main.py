@@ -345,7 +345,7 @@ def _foreseen(error: Exception) -> DFlashError | None:
             found=error.name,
             hint=INSTALL,
         )
-    if isinstance(error, PermissionError):
+    if isinstance(error, OSError) and _is_of_reading(error):
         return unreadable(error.filename, error)
     if isinstance(error, NotWritten) or (isinstance(error, OSError) and error.errno in OUTPUT_FAULTS):
         reason = str(error.strerror or type(error.__cause__).__name__).lower()
@@ -353,13 +353,17 @@ def _foreseen(error: Exception) -> DFlashError | None:
         kind, id, text = OUTPUT_FAULTS.get(error.errno or 0, other)
         notes = getattr(error, "__notes__", [OUTPUT_HINT])
         return kind(text, id=id, path=error.filename or "stdout", hint=notes[0])
-    if isinstance(error, OSError) and error.errno in LOST:
-        return unreadable(error.filename, error)
     is_of_torch = isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError"
     if is_of_torch or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         text = str(error).splitlines()[0] if is_of_torch else "out of memory"
         return CapacityError(text, id="out-of-memory", hint="lower --concurrency or --max-model-len")
     return None
+
+
+def _is_of_reading(error: OSError) -> bool:
+    """Whether the system refused to give a file. Writers raise NotWritten, and stdout has no name."""
+    is_named = error.filename is not None and error.errno in (errno.EIO, errno.ENOMEM)
+    return not isinstance(error, NotWritten) and (isinstance(error, PermissionError) or error.errno in LOST or is_named)
 
 
 def _usage_error(error: Any) -> UsageError:

@@ -18,7 +18,7 @@ MEANINGS = {
     1: "a bug; the traceback is printed",
     2: "wrong use: options that contradict each other, or a prompt that cannot be served",
     3: "a gate or a validation failed, a locked checkpoint changed, a cause was found, or a checkpoint is malformed",
-    4: "input that is absent or cannot be reached: missing, gated, offline, wrong revision",
+    4: "input that is absent or cannot be reached: missing, gated, offline, wrong revision, unreadable",
     5: "sound input that is not supported, or a conversion that would lose something",
     6: "out of memory or disk, or a pair that is too large for the free memory",
     130: "interrupted by Ctrl-C; finished results are kept",

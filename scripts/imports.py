@@ -45,6 +45,7 @@ LOWER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "notices",
             "phrases",
             "whole_files",
+            "read_files",
             "documents",
             "json_types",
             "key_marks",

@@ -16,7 +16,9 @@ if __name__ == "__main__":
     sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels")]
 
 from dflash_runtime.checkpoint.targets.decoder_values import COUNTS, rope_kinds
+from dflash_runtime.checkpoint.targets.hf_config import SIZES_ELSEWHERE, read_target_facts
 from dflash_runtime.checkpoint.targets.hosted_refusals import DECIDING_KEYS, SIZES_OF_LAYERS
+from dflash_runtime.errors import InvalidConfig, UnsupportedError
 
 
 def value_of(text: Any, key: str) -> Any:
@@ -55,8 +57,22 @@ def own_names(text: Any) -> dict[str, str]:
     return {name: key for name, key in sorted(names.items()) if name in {*COUNTS, *DECIDING_KEYS} and name != key}
 
 
+def states_sizes_elsewhere(config: Any) -> bool:
+    """Whether `dflash` finds no sizes of a decoder in a config class's own values."""
+    try:
+        read_target_facts(json.loads(config.to_json_string(use_diff=False)), Path("config.json"))
+    except InvalidConfig:
+        return True
+    except UnsupportedError as error:
+        return error.id == SIZES_ELSEWHERE
+    return False
+
+
 def record() -> dict[str, Any]:
-    """The whole table: model type -> the type of its decoder, and type of a decoder -> its traits."""
+    """The whole table: model type -> the type of its decoder, and type of a decoder -> its traits.
+
+    `sizes_elsewhere` lists the model types whose configs have other keys for the sizes of a decoder.
+    """
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -67,22 +83,28 @@ def record() -> dict[str, Any]:
     runnable = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     decoders: dict[str, str] = {}
     texts: dict[str, Any] = {}
+    elsewhere: list[str] = []
     for kind in sorted(runnable & set(CONFIG_MAPPING)):
         try:
-            text = CONFIG_MAPPING[kind]().get_text_config(decoder=True)
+            config = CONFIG_MAPPING[kind]()
+            text = config.get_text_config(decoder=True)
         except Exception:  # a class without defaults
             decoders[kind] = kind
             continue
+        elsewhere += [kind] if states_sizes_elsewhere(config) else []
         decoders[kind] = text.model_type
         if text.model_type not in texts or kind == text.model_type:
             texts[text.model_type] = traits(text)
-    return {"transformers": __version__, "known": sorted(set(CONFIG_MAPPING)), "decoders": decoders, "texts": texts}
+    return {
+        "transformers": __version__, "known": sorted(set(CONFIG_MAPPING)), "sizes_elsewhere": elsewhere,
+        "decoders": decoders, "texts": texts,
+    }  # fmt: skip
 
 
 def render() -> str:
     """The file: one line per type."""
     found = record()
-    parts = [f'"transformers": {json.dumps(found["transformers"])}', f'"known": {json.dumps(found["known"])}']
+    parts = [f'"{name}": {json.dumps(found[name])}' for name in ("transformers", "known", "sizes_elsewhere")]
     for name in ("decoders", "texts"):
         rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(found[name].items()))
         parts.append(f'"{name}": {{\n{rows}\n}}')

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from dflash_cli.checkpoints.safetensors_writer import Advance, MadeTensor, WrittenTensor
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
+from dflash_runtime.read_files import reading
 
 PIECE_BYTES = 4 * 1024 * 1024
 
@@ -13,7 +14,7 @@ def same_bytes(one: WrittenTensor, stored: TensorInfo, advance: Advance = lambda
     remaining = one.num_bytes
     if remaining != stored.num_bytes:
         return False
-    with stored.file.open("rb") as stream:
+    with reading(stored.file) as stream:
         stream.seek(stored.begin)
         for piece in one.pieces() if isinstance(one, MadeTensor) else _pieces(one):
             if stream.read(len(piece)) != piece:
@@ -26,7 +27,7 @@ def same_bytes(one: WrittenTensor, stored: TensorInfo, advance: Advance = lambda
 def _pieces(info: TensorInfo) -> Iterator[bytes]:
     """The bytes of a stored tensor; fewer if its file has become shorter."""
     remaining = info.num_bytes
-    with info.file.open("rb") as stream:
+    with reading(info.file) as stream:
         stream.seek(info.begin)
         while piece := stream.read(min(PIECE_BYTES, remaining)):
             remaining -= len(piece)

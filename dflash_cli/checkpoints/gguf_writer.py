@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dflash_cli.checkpoints.safetensors_writer import Advance, Extent, MadeTensor, WrittenTensor, copy_bytes, write_all
+from dflash_cli.checkpoints.safetensors_writer import Advance, Extent, MadeTensor, WrittenTensor, copy_extent, write_all
 from dflash_runtime.checkpoint.stored.gguf import (
     ALIGNMENT,
     ARRAY,
@@ -30,6 +30,7 @@ from dflash_runtime.checkpoint.stored.gguf import (
 from dflash_runtime.checkpoint.stored.gguf_checkpoint import JSON_KEYS, gguf_name
 from dflash_runtime.checkpoint.stored.gguf_files import has_magic, read_gguf
 from dflash_runtime.errors import LossyConversion, UsageError
+from dflash_runtime.read_files import reading
 
 
 def write_gguf(
@@ -97,7 +98,7 @@ def check_tokenizer(file: Path, vocab_size: int) -> None:
 
 def _tokenizer(header: GgufHeader, stated: Mapping[str, Any]) -> Iterator[bytes]:
     """The entries of a file's tokenizer, byte for byte."""
-    with header.file.open("rb") as stream:
+    with reading(header.file) as stream:
         for name, key in header.keys.items():
             if name.startswith(TOKENIZER) and name not in stated:
                 stream.seek(key.begin)
@@ -110,8 +111,7 @@ def _copy(tensor: WrittenTensor, out: BinaryIO, advance: Advance) -> None:
             write_all(out.fileno(), piece)
             advance(len(piece))
         return
-    with tensor.file.open("rb", buffering=0) as source:
-        copy_bytes(source.fileno(), out.fileno(), Extent(tensor.file, tensor.begin, tensor.end), advance)
+    copy_extent(Extent(tensor.file, tensor.begin, tensor.end), out.fileno(), advance)
 
 
 def _entry(tensor: WrittenTensor, offset: int) -> bytes:

@@ -12,6 +12,7 @@ from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.checkpoints.target_copies import target_ids, target_tensor
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
+from dflash_runtime.read_files import open_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -57,9 +58,7 @@ def find_misplaced(draft: DraftCheckpoint, name: str, target: TargetSource) -> M
 
 def _digests(info: TensorInfo, dtype: "torch.dtype") -> Iterator[tuple[int, bytes]]:
     """Number and digest of each row of a stored tensor, converted to `dtype`."""
-    from safetensors import safe_open
-
-    with safe_open(info.file, framework="pt") as stream:
+    with open_tensors(info.file) as stream:
         rows = stream.get_slice(info.name)
         for begin in range(0, info.shape[0], PIECE_ROWS):
             piece = rows[begin : begin + PIECE_ROWS].to(dtype)

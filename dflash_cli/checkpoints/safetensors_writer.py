@@ -16,6 +16,8 @@ from pathlib import Path
 from dflash_runtime.checkpoint.stored.gguf_files import find_gguf
 from dflash_runtime.checkpoint.stored.safetensors_header import DTYPE_BYTES, TensorInfo, read_header
 from dflash_runtime.errors import CheckpointError
+from dflash_runtime.read_files import reading
+from dflash_runtime.whole_files import NotWritten
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """The most bytes that one system call moves. Progress is reported after each call."""
@@ -27,6 +29,9 @@ ALIGNMENT = 8
 PREFIX_BYTES = 8
 PAGE_BYTES = 4096
 METADATA = {"format": "pt"}
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers for a full disk, an exceeded quota of the user, or an exceeded limit on the size of a file."""
 
 Advance = Callable[[int], None]
 """Called after each copy with the number of bytes copied."""
@@ -83,8 +88,7 @@ def write_tensors(destination: Path, tensors: Iterable[WrittenTensor], advance: 
                     write_all(out.fileno(), piece)
                     advance(len(piece))
             else:
-                with run.file.open("rb", buffering=0) as source:
-                    copy_bytes(source.fileno(), out.fileno(), run, advance)
+                copy_extent(run, out.fileno(), advance)
 
 
 def encode_header(
@@ -132,20 +136,29 @@ def _page_offset(runs: Sequence[Extent | MadeTensor]) -> int | None:
     return first.begin % PAGE_BYTES
 
 
-def copy_bytes(source: int, out: int, extent: Extent, advance: Advance) -> None:
+def copy_extent(extent: Extent, out: int, advance: Advance) -> None:
     """Append an extent to `out`, inside the system's kernel if possible.
 
     Raises:
         CheckpointError: the source file has become shorter.
-        OSError: the disk is full, or another error of the system.
+        FileUnreadable: the system does not give the source.
+        NotWritten: see `write_all`.
     """
+    with reading(extent.file) as stream:
+        _copy(stream.fileno(), out, extent, advance)
+
+
+def _copy(source: int, out: int, extent: Extent, advance: Advance) -> None:
+    """Append an extent of the open file `source` to `out`; see `copy_extent`."""
     moves = list(MOVES)
     position = extent.begin
     while position < extent.end:
         try:
             moved = moves[0](source, out, position, min(CHUNK_BYTES, extent.end - position))
         except OSError as error:
-            if error.errno not in UNSUPPORTED_MOVES or len(moves) == 1:
+            if error.errno in FULL:
+                raise NotWritten(error.errno, error.strerror) from error
+            if len(moves) == 1:
                 raise
             moves.pop(0)
             continue
@@ -165,10 +178,17 @@ def copy_bytes(source: int, out: int, extent: Extent, advance: Advance) -> None:
 
 
 def write_all(out: int, data: bytes) -> None:
-    """Append all bytes, in as many calls as the system needs."""
+    """Append all bytes, in as many calls as the system needs.
+
+    Raises:
+        NotWritten: the disk is full, or another error of the system.
+    """
     view = memoryview(data)
-    while view:
-        view = view[os.write(out, view) :]
+    try:
+        while view:
+            view = view[os.write(out, view) :]
+    except OSError as error:
+        raise NotWritten(error.errno, error.strerror) from error
 
 
 def _copy_file_range(source: int, out: int, position: int, count: int) -> int:
@@ -190,12 +210,7 @@ MOVES: tuple[Move, ...] = (
     *([_sendfile] if hasattr(os, "sendfile") else []),
     _read_and_write,
 )
-"""The ways to copy bytes, the fastest first. The next way is used if the file system does not support one."""
-
-UNSUPPORTED_MOVES = frozenset(
-    {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF, errno.ENOTSOCK}
-)
-"""Error numbers of a system that does not support a way of copying."""
+"""The ways to copy bytes, the fastest first. If one fails, the next is used. The last tells which file fails."""
 
 
 def _order(info: WrittenTensor) -> tuple[float, str, int]:

@@ -13,6 +13,7 @@ from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, EMBEDDING, HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
+from dflash_runtime.read_files import open_tensors, read_range
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +39,7 @@ def find_difference(draft: DraftCheckpoint, name: str, target: TargetSource) -> 
 def is_identity_map(checkpoint: Checkpoint, name: str) -> bool:
     """Whether d2t is all zeros, or t2d all ones, so that each id maps to itself."""
     info = checkpoint.tensors[name]
-    with info.file.open("rb") as stream:
-        stream.seek(info.begin)
-        data = stream.read(info.num_bytes)
+    data = read_range(info.file, info.begin, info.end, name)
     expected = b"\x00" if name == DRAFT_TO_TARGET else b"\x01"
     return data == expected * len(data)
 
@@ -68,9 +67,8 @@ def target_ids(draft: DraftCheckpoint, name: str) -> "torch.Tensor | None":
 def _differences(mine: TensorInfo, theirs: TensorInfo, ids: "torch.Tensor | None") -> Iterator[str]:
     """A sentence about the first row of each piece that differs. `ids` has the target's row of each row."""
     import torch
-    from safetensors import safe_open
 
-    with safe_open(mine.file, framework="pt") as ours, safe_open(theirs.file, framework="pt") as other:
+    with open_tensors(mine.file) as ours, open_tensors(theirs.file) as other:
         head, rows = ours.get_slice(mine.name), other.get_slice(theirs.name)
         for begin, end in _pieces(mine, theirs, ids):
             found = head[begin:end]

@@ -18,6 +18,7 @@ from typing import Any
 
 from dflash_runtime.checkpoint.stored.safetensors_header import DTYPE_BYTES, TensorInfo
 from dflash_runtime.errors import CheckpointError, UnsupportedError
+from dflash_runtime.read_files import read_range
 
 MAX_PICKLE_BYTES = 64 * 1024
 MAX_MEMBERS = 64
@@ -261,9 +262,8 @@ def _find_bytes(tensor: _Tensor, name: str, archive: zipfile.ZipFile, root: str,
         raise CheckpointError(
             f"the storage of {name!r} is smaller than its tensor", id="storage-too-small", path=file, field=name
         )
-    with file.open("rb") as stream:
-        stream.seek(member.header_offset)
-        header = LOCAL_HEADER.unpack(stream.read(LOCAL_HEADER.size))
+    begins = member.header_offset
+    header = LOCAL_HEADER.unpack(read_range(file, begins, begins + LOCAL_HEADER.size, name))
     data = member.header_offset + LOCAL_HEADER.size + header[-2] + header[-1]
     if data + member.file_size > file.stat().st_size:
         size = file.stat().st_size

@@ -23,8 +23,9 @@ from dflash_runtime.checkpoint.stored.gguf import TYPE_NUMBERS, TYPES
 from dflash_runtime.checkpoint.stored.gguf_checkpoint import GgufCheckpoint, is_plain
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.checkpoint.targets.target_facts import MLX_KEYS, PACKING, mlx_bits
-from dflash_runtime.errors import CheckpointError, TensorMismatch, UnsupportedError, UsageError
+from dflash_runtime.errors import TensorMismatch, UnsupportedError, UsageError
 from dflash_runtime.json_values import as_object, is_int
+from dflash_runtime.read_files import read_range
 
 if TYPE_CHECKING:
     import torch
@@ -322,9 +323,4 @@ def _rows(info: TensorInfo, begin: int, end: int) -> bytes:
 
 def _read(info: TensorInfo, begin: int, end: int) -> bytes:
     """Bytes [begin, end) of a stored tensor."""
-    with info.file.open("rb") as stream:
-        stream.seek(info.begin + begin)
-        data = stream.read(end - begin)
-    if len(data) < end - begin:
-        raise CheckpointError(f"ended while {info.name} was read", id="source-shrank", path=info.file, field=info.name)
-    return data
+    return read_range(info.file, info.begin + begin, info.begin + end, info.name)

@@ -16,6 +16,7 @@ from dflash_cli.terminal.options import ForceOptions, ReadingOptions
 from dflash_cli.terminal.parameters import ESSENTIALS, SIZE, Argument, Option, parse_size
 from dflash_cli.terminal.progress import bars
 from dflash_cli.terminal.requests import verb
+from dflash_cli.terminal.safe_text import safe_line
 from dflash_runtime.documents import copy_fields, fields_of
 from dflash_runtime.errors import UsageError, hinting
 
@@ -126,6 +127,9 @@ class ConversionRequest(ForceOptions, ReadingOptions):
     def check(self) -> None:
         super().check()
         get_writable(self.to)
+        name = self.target_name
+        if name is not None and (not name.strip() or safe_line(name) != name):
+            raise UsageError(field="--target-name", found=name, expected="a hub id, such as org/model, or a path")
         if self.quantize_all and self.quantize is None:
             text = "--quantize-all: expected --quantize fp8 beside it"
             raise UsageError(text, id="quantize-all-alone", field="--quantize-all")

@@ -34,7 +34,7 @@ from dflash_cli.terminal.options import (
 from dflash_cli.terminal.parameters import ESSENTIALS, Option
 from dflash_cli.terminal.requests import parameters_of, verb
 from dflash_cli.terminal.tables import print_table
-from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError, UsageError
+from dflash_runtime.errors import CheckpointError, CheckpointNotFound, FileUnreadable, UnsupportedError, UsageError
 from dflash_runtime.notices import Notice
 from dflash_runtime.phrases import plural
 
@@ -107,6 +107,10 @@ def validate(request: ValidationRequest) -> Report:
 def command(request: ValidationRequest) -> None:
     """Check, correct and print."""
     file = FindingsFile.of(request, f"dflash validate {request.draft}")
+    if request.fix_out is not None:
+        from dflash_cli.conversion.destination import check_destination
+
+        check_destination(request.fix_out, force=request.force)
     plan, report, pair = _validate(request)
     fails = report.fails(strict=request.strict)
     document = replace(report.document, passed=not fails)
@@ -182,7 +186,7 @@ def _find_named_target(pair: PairReferences[Location]) -> "tuple[Location | None
     try:
         location = pair.find_target(find_checkpoint)
         open_target(open_checkpoint(location))
-    except (CheckpointNotFound, CheckpointError, UnsupportedError, UsageError) as error:
+    except (CheckpointNotFound, CheckpointError, FileUnreadable, UnsupportedError, UsageError) as error:
         text = f"nothing was checked against the target that the draft names: {error.message}"
         return None, Notice(text, id="named-target-unreadable")
     return location, pair.note

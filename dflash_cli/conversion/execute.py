@@ -4,7 +4,6 @@ Tensor bytes are copied and never decoded. `conversion.json` in the result lists
 """
 
 import json
-import shutil
 import signal
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 from dflash_cli.checkpoints.gguf_writer import write_gguf
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_cli.checkpoints.safetensors_writer import write_tensors
+from dflash_cli.checkpoints.safetensors_writer import BUFFER_BYTES, write_all, write_tensors
 from dflash_cli.conversion.byte_progress import Progress, silent
 from dflash_cli.conversion.destination import protect_inputs
 from dflash_cli.conversion.logits import verify_logits
@@ -31,6 +30,7 @@ from dflash_cli.conversion.verify import verify_roundtrip
 from dflash_runtime.checkpoint.stored.digests import hash_file
 from dflash_runtime.checkpoint.stored.files import INDEX_FILE
 from dflash_runtime.documents import fields_of, to_json
+from dflash_runtime.read_files import reading
 
 HASH_THREADS = 4
 
@@ -140,7 +140,9 @@ def _write_plan(plan: ResultPlan, stage: Path, progress: Progress) -> None:
 
 def _copy_side_files(plan: ResultPlan, stage: Path) -> None:
     for item in plan.side_files:
-        shutil.copyfile(item, stage / item.name)
+        with (stage / item.name).open("xb", buffering=0) as copy, reading(item) as source:
+            while piece := source.read(BUFFER_BYTES):
+                write_all(copy.fileno(), piece)
         if item.name == CARD:
             with (stage / CARD).open("a", encoding="utf-8") as card:
                 card.write(provenance(plan.draft, plan.format))

@@ -19,7 +19,9 @@ from dflash_runtime.checkpoint.layout import HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.quantised.fp8_format import fp8_matrices
 from dflash_runtime.checkpoint.quantised.scaled_weights import E4M3
+from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
+from dflash_runtime.notices import Notice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,6 +92,21 @@ def in_fp8(
     if has_all and not any(tensor.name == HEAD for tensor in tensors):
         found += _head_of(target, tensors[0].file)
     return found
+
+
+def cut_blocks(config: DraftConfig, *, has_all: bool) -> list[Notice]:
+    """Return a warning if engines refuse the result: a block of rows lies in two of the matrices that they fuse.
+
+    Source: validate_fp8_block_shape in vLLM 0.33.0 and SGLang 0.5.23 layers/quantization.
+    """
+    rows = {"gate": config.intermediate_size}
+    if has_all:
+        rows |= {"q": config.num_heads * config.head_dim, "k": config.num_kv_heads * config.head_dim}
+    cut = [f"{name} has {count}" for name, count in rows.items() if count % BLOCK]
+    if not cut:
+        return []
+    text = f"vLLM and SGLang refuse the result: they need whole blocks of {BLOCK} rows, and {', '.join(cut)}"
+    return [Notice(text, id="fp8-blocks-cut", field="--quantize")]
 
 
 def _rounded(draft: DraftCheckpoint, tensor: WrittenTensor, name: str) -> list[WrittenTensor]:

@@ -15,6 +15,7 @@ from dflash_runtime.checkpoint.layout import DRAFT_TO_TARGET, TARGET_TO_DRAFT
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.errors import CheckpointError
 from dflash_runtime.notices import Notice
+from dflash_runtime.read_files import read_range
 
 TYPE_CODES = {"I64": "q", "I32": "i", "I16": "h", "U64": "Q", "U32": "I", "U16": "H", "U8": "B", "I8": "b"}
 
@@ -57,9 +58,7 @@ def read_ids(forward: TensorInfo, vocab_size: int) -> list[int]:
             found=f"{forward.dtype} {list(forward.shape)}",
             expected="a list of integers",
         )
-    with forward.file.open("rb") as stream:
-        stream.seek(forward.begin)
-        offsets = array(code, stream.read(forward.num_bytes))
+    offsets = array(code, read_range(forward.file, forward.begin, forward.end, DRAFT_TO_TARGET))
     if byteorder == "big":
         offsets.byteswap()
     ids = [row + offset for row, offset in enumerate(offsets)]

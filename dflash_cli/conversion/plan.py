@@ -6,7 +6,7 @@ from typing import Any
 
 from dflash_cli.checkpoints.opening import DraftCheckpoint
 from dflash_cli.conversion.changes import Change, key_changes, lost_keys
-from dflash_cli.conversion.fp8_tensors import in_fp8, quantization_config
+from dflash_cli.conversion.fp8_tensors import cut_blocks, in_fp8, quantization_config
 from dflash_cli.conversion.inverse_map import with_inverse
 from dflash_cli.conversion.result_config import kept_keys, result_config, with_stored_type
 from dflash_cli.conversion.result_plan import ResultPlan
@@ -92,6 +92,7 @@ def plan_conversion(draft: DraftCheckpoint, spec: ConversionSpec) -> ConversionP
         config, config_json, reader_warnings = _state(config, carried, result)
     if spec.quantize is not None:
         tensors = in_fp8(draft, tensors, spec.target, has_all=spec.quantizes_all, has_fc=result.packs_fc)
+        reader_warnings += cut_blocks(config, has_all=spec.quantizes_all)
     tensors, config_json = with_vector_types(draft, tensors, config_json, result)
     if spec.is_repair:
         config_json = _without_causality(draft, config, config_json, result)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dflash_cli.checkpoints.opening import open_draft, open_target
 from dflash_cli.checkpoints.references import open_checkpoint
-from dflash_cli.conversion.destination import check_destination, remove_checkpoint
+from dflash_cli.conversion.destination import remove_checkpoint
 from dflash_cli.conversion.execute import convert_draft
 from dflash_cli.conversion.plan import plan_conversion
 from dflash_cli.conversion.spec import ConversionSpec
@@ -58,7 +58,6 @@ def repair_draft(request: ValidationPlan, before: Report, destination: Path, *, 
     mendable = [item for item in before.findings if item.level != "run" and not item.is_about_training]
     if not mendable:
         return None
-    check_destination(destination, force=force)
     checkpoint = open_checkpoint(request.draft)
     repairs = {key: value for finding in before.findings for key, value in finding.repair.items()}
     checkpoint.config = with_keys(checkpoint.config, repairs)

@@ -15,13 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dflash_cli.checkpoints.safetensors_writer import FULL
 from dflash_cli.conversion.destination import check_destination, refuse_foreign, remove_checkpoint
 from dflash_runtime.errors import CapacityError, UsageError
 from dflash_runtime.notices import Notice
-from dflash_runtime.whole_files import hidden_path
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers for a full disk, an exceeded quota of the user, or an exceeded limit on the size of a file."""
+from dflash_runtime.whole_files import hidden_path, hidden_stem
 
 MARKER = ".writing"
 """A file in an unfinished directory that its writer has locked. It is removed when the directory is complete."""
@@ -68,7 +66,7 @@ def clear_remains(destination: Path, *, is_dry: bool = False) -> list[Notice]:
     directory is only named. With `is_dry` nothing is removed.
     """
     parent = destination.absolute().parent
-    pattern = re.compile(rf"\.{re.escape(destination.name)}\.(tmp|old)-[0-9a-f]{{8}}")
+    pattern = re.compile(rf"{re.escape(hidden_stem(destination.name))}\.(tmp|old)-[0-9a-f]{{8}}")
     if not parent.is_dir():
         return []
     found = sorted(item for item in parent.iterdir() if pattern.fullmatch(item.name) and item.is_dir())
@@ -182,7 +180,7 @@ def _lock(handle: int) -> bool:
 
 def _clear(item: Path, destination: Path, *, is_dry: bool) -> Notice:
     """Remove a directory that a killed conversion left, or only name it."""
-    if ".old-" in item.name.removeprefix(f".{destination.name}"):
+    if ".old-" in item.name.removeprefix(hidden_stem(destination.name)):
         if os.path.lexists(destination):
             text = f"{item} is the previous {destination}; a conversion was killed before it removed it: remove it"
             return Notice(text, id="replaced-checkpoint-left")

@@ -15,6 +15,7 @@ from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import CheckpointError, LossyConversion, UnsupportedError
 from dflash_runtime.notices import Notice
+from dflash_runtime.read_files import reading
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ class _Blocks:
         row_bytes = self.info.num_bytes // self.info.shape[0]
         at_once = max(1, PIECE_BYTES // row_bytes) * row_bytes
         remaining = self.info.num_bytes
-        with self.info.file.open("rb") as stream:
+        with reading(self.info.file) as stream:
             stream.seek(self.info.begin)
             while remaining:
                 piece = stream.read(min(at_once, remaining))

@@ -13,6 +13,7 @@ from dflash_cli.formats.dialect import Format, Json
 from dflash_cli.formats.fields import look_up, with_keys
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.errors import MISSING, LossyConversion
+from dflash_runtime.read_files import read_range
 
 if TYPE_CHECKING:
     import torch
@@ -80,9 +81,7 @@ def _converted(tensor: WrittenTensor, dtype: str) -> MadeTensor:
         if isinstance(tensor, MadeTensor):
             data = b"".join(tensor.pieces())
         else:
-            with tensor.file.open("rb") as stream:
-                stream.seek(tensor.begin)
-                data = stream.read(tensor.num_bytes)
+            data = read_range(tensor.file, tensor.begin, tensor.end, tensor.name)
         values = torch.frombuffer(bytearray(data), dtype=_torch_dtype(tensor.dtype)).to(_torch_dtype(dtype))
         yield values.view(torch.uint8).numpy().tobytes()
 

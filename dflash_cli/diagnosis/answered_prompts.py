@@ -3,10 +3,28 @@
 from collections.abc import Sequence
 
 from dflash_runtime.errors import UsageError, error_of
+from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request_output import RequestOutput
 
 MIN_PROMPTS = 4
 """The fewest prompts that choose a reading."""
+
+
+def check_number(prompts: Sequence[object]) -> None:
+    """Refuse too few prompts, before a pair is loaded.
+
+    Raises:
+        UsageError: states the number.
+    """
+    if len(prompts) < MIN_PROMPTS:
+        raise UsageError(
+            f"{plural(len(prompts), 'prompt')}, expected at least {MIN_PROMPTS} to choose a reading",
+            id="too-few-prompts",
+            field="--prompts",
+            found=len(prompts),
+            expected=f"at least {MIN_PROMPTS}",
+            hint="add prompts, or leave out --prompts",
+        )
 
 
 def answered(outputs: Sequence[RequestOutput]) -> tuple[list[RequestOutput], tuple[str, ...]]:

@@ -29,7 +29,7 @@ from dflash_cli.diagnosis.alternatives import (
     moved_taps,
     neutral_readings,
 )
-from dflash_cli.diagnosis.answered_prompts import MIN_PROMPTS, answered
+from dflash_cli.diagnosis.answered_prompts import answered
 from dflash_cli.diagnosis.chosen_values import LOWER, longer_block, usual_value
 from dflash_cli.diagnosis.mask_candidates import find_specials
 from dflash_cli.diagnosis.reading_doubts import ReadingCase
@@ -51,8 +51,6 @@ from dflash_cli.diagnosis.suspect_parts import harmful_spots, most_pulled, most_
 from dflash_cli.diagnosis.weight_rewrites import Spot
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.draft_config import DraftConfig
-from dflash_runtime.errors import UsageError
-from dflash_runtime.phrases import plural
 from dflash_runtime.scheduling.request_output import RequestOutput
 
 if TYPE_CHECKING:
@@ -124,15 +122,6 @@ def search_readings(
     """
     from dflash_cli.diagnosis.reading_runner import ReadingRunner
 
-    if prompts is not None and len(prompts) < MIN_PROMPTS:
-        raise UsageError(
-            f"{plural(len(prompts), 'prompt')}, expected at least {MIN_PROMPTS} to choose a reading",
-            id="too-few-prompts",
-            field="--prompts",
-            found=len(prompts),
-            expected=f"at least {MIN_PROMPTS}",
-            hint="add prompts, or leave out --prompts",
-        )
     make_runner = settings.make_runner or ReadingRunner
     longest = max(map(len, prompts)) if prompts else None
     runner = make_runner(draft, target, settings.config, settings.budget, longest=longest)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_cli.diagnosis.answered_prompts import check_number
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 
@@ -74,6 +75,10 @@ class RunSettings:
     prompts: Sequence[Sequence[int]] | None = None
     expected: ExpectedFigure | None = None
     make_runner: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompts is not None:
+            check_number(self.prompts)
 
 
 def run_settings(target: Path, request: "DiagnosisOptions") -> RunSettings:

@@ -115,7 +115,9 @@ def atomic_text(path: Path) -> Iterator[Output]:
     Raises:
         UsageError: the directory does not exist, or the path is a directory.
     """
-    if path.is_dir():
+    with naming_output(path):
+        is_folder = path.is_dir()
+    if is_folder:
         raise UsageError("is a directory, expected a file name", id="output-is-directory", path=path)
     check_parent(path)
     if is_stream(path):

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from math import prod
+from itertools import accumulate
+from math import ceil, prod
 from typing import Any
 
 from dflash_cli.engines.config_class import EngineStops
@@ -177,6 +178,54 @@ def NOTHING(rows: int, columns: int) -> Parts:
     return {}
 
 
+def block_rows(settings: Mapping[str, Any]) -> int | None:
+    """The rows of a block of FP8 numbers with one scale; None without such blocks."""
+    groups = as_object(settings.get("config_groups"))
+    stated = block_structure(as_object(as_object(next(iter(groups.values()), None)).get("weights")))
+    block = settings.get("weight_block_size", stated)
+    return int(block[0]) if is_block(block) else None
+
+
+def with_cut_blocks(
+    rows: Mapping[str, int], block: int | None, fused: Mapping[str, str], *, may_share_blocks: bool = False
+) -> tuple[str, ...]:
+    """Packed matrices whose rows get scales of another matrix, because a block lies in both.
+
+    Engines fuse q, k and v, and gate and up. So each of them but the last needs whole blocks of rows. On several GPUs
+    each GPU's part of every matrix needs them, which no verdict covers.
+    Source: validate_fp8_block_shape in vLLM 0.33.0 and SGLang 0.5.23 layers/quantization.
+
+    rows              packed module -> rows of its matrix
+    block             rows of a block
+    fused             last part of a module's name -> last part of the name of the fused module
+    may_share_blocks  the engine goes on, as far as the scales of the fused matrix have room
+
+    Raises:
+        EngineStops: names the matrix at which the engine stops.
+    """
+    groups: dict[str, list[str]] = {}
+    for module in rows if block is not None else ():
+        parent, _, last = module.rpartition(".")
+        groups.setdefault(f"{parent}.{fused.get(last, last)}", []).append(module)
+    misread: list[str] = []
+    for members in groups.values():
+        assert block is not None
+        cut = next((at for at, module in enumerate(members[:-1]) if rows[module] % block), None)
+        if cut is None:
+            continue
+        *begins, end = accumulate((rows[module] for module in members), initial=0)
+        lasts = (
+            ceil(begin / block) + ceil(rows[module] / block) for begin, module in zip(begins, members, strict=True)
+        )
+        if not may_share_blocks or max(lasts) > ceil(end / block):
+            why = (
+                f"{rows[members[cut]]} rows, expected whole blocks of {block}: the engine fuses it with other matrices"
+            )
+            raise EngineStops(f"{WEIGHTS}:{members[cut]}.weight", why)
+        misread += [f"{module}.weight" for module in members[cut + 1 :]]
+    return tuple(misread)
+
+
 def needed(settings: Mapping[str, Any], *keys: str) -> Any:
     """The value of the first key that is there.
 
@@ -201,7 +250,7 @@ def fp8_parts(settings: Mapping[str, Any]) -> PartsOf:
         return with_scale(
             "weight_scale", lambda rows, columns: SCALAR, *(("input_scale",) if scheme == "static" else ())
         )
-    if scheme == "static" or not isinstance(block, list) or len(block) != 2 or not all(map(is_int, block)):
+    if scheme == "static" or not is_block(block):
         raise EngineStops(f"{KEY}.weight_block_size", f"found {block!r}, expected two numbers, and dynamic activations")
     return by_block("weight_scale_inv", (block[0], block[1]))
 

@@ -18,6 +18,7 @@ from dflash_cli.engines.packed_weights import (
     PackedLoad,
     PartsOf,
     awq,
+    block_rows,
     compressed_parts,
     fp8_parts,
     gptq,
@@ -26,6 +27,7 @@ from dflash_cli.engines.packed_weights import (
     matrices,
     needed,
     nibbles,
+    with_cut_blocks,
     with_scale,
 )
 from dflash_cli.engines.partial_loads import BY_INPUT
@@ -67,7 +69,11 @@ def load_packing(subject: Subject, found: Mapping[str, Any], num_taps: int) -> P
         last = module.rpartition(".")[2]
         return parts if last != "fc" and is_packed(FUSED.get(last, last)) else None
 
-    return load_packed(subject, matrices(found, num_taps), parts_of, is_strict=False, cutting=BY_INPUT)
+    sizes = matrices(found, num_taps)
+    if subject.tensors is not None:
+        packed = {module: rows for module, (rows, _) in sizes.items() if parts_of(module) is not None}
+        with_cut_blocks(packed, block_rows(settings or {}), FUSED)
+    return load_packed(subject, sizes, parts_of, is_strict=False, cutting=BY_INPUT)
 
 
 def _method(settings: Mapping[str, Any]) -> Method | None:

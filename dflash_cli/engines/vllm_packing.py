@@ -2,13 +2,15 @@
 
 vLLM names a draft's modules after the target's layers: with a target of 36 layers, `layers.0` becomes
 `model.layers.36`. A list of plain modules that names the draft's own layers, or `fc` alone, therefore matches nothing
-in most methods. Source: vLLM 0.33.0 models/qwen3_dflash.py, models/utils.py map_draft_quant_config and
-layers/quantization; run on the drafts of tests/golden/quantised_verdicts.json.
+in most methods. A draft that states `weight_block_size` may have fused matrices that share a block of rows; with
+compressed-tensors vLLM stops there. Source: vLLM 0.33.0 models/qwen3_dflash.py, models/utils.py map_draft_quant_config,
+layers/quantization, layers/linear.py _maybe_allow_fp8_block_shape_mismatch and adjust_block_scale_shard; run on the
+drafts of tests/golden/quantised_verdicts.json.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -20,6 +22,7 @@ from dflash_cli.engines.packed_weights import (
     PackedLoad,
     PartsOf,
     awq,
+    block_rows,
     compressed_parts,
     fp8_parts,
     gptq,
@@ -28,6 +31,7 @@ from dflash_cli.engines.packed_weights import (
     matrices,
     needed,
     nibbles,
+    with_cut_blocks,
     with_scale,
 )
 from dflash_cli.rules.subject import Subject
@@ -55,7 +59,7 @@ def stated_packing(subject: Subject) -> Any:
     stated = next((item.value for item in subject.stated.statements(KEY) if item.value is not None), None)
     if stated is not None or subject.checkpoint is None or QUANTIZATION_FILE not in subject.files:
         return stated
-    settings = json.loads((subject.checkpoint.path / QUANTIZATION_FILE).read_text(encoding="utf-8"))
+    settings = subject.checkpoint.read_optional_json(QUANTIZATION_FILE) or {}
     is_modelopt = as_object(as_object(settings).get("producer")).get("name") == "modelopt"
     return {**settings, "quant_method": "modelopt"} if is_modelopt else None
 
@@ -82,9 +86,15 @@ def load_packing(subject: Subject, found: Mapping[str, Any], num_taps: int) -> P
     def parts_of(module: str) -> PartsOf | None:
         return parts if is_packed(runtime_name(module, depth), module) else None
 
-    return load_packed(
+    load = load_packed(
         subject, matrices(found, num_taps), parts_of, is_strict=True, skipped=(".g_idx",) if settings else ()
     )
+    if subject.tensors is None:
+        return load
+    packed = {module: rows for module, (rows, _) in matrices(found, num_taps).items() if parts_of(module) is not None}
+    may_share = "weight_block_size" in (settings or {})
+    misread = with_cut_blocks(packed, block_rows(settings or {}), FUSED, may_share_blocks=may_share)
+    return replace(load, misread=(*load.misread, *misread))
 
 
 def runtime_name(module: str, depth: int) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from dflash_runtime.documents import computed_key
+from dflash_runtime.read_files import read_all
 
 if TYPE_CHECKING:
     from dflash_cli.checkpoints.opening import DraftCheckpoint
@@ -61,7 +62,7 @@ def context_marks(draft: "DraftCheckpoint") -> tuple[ContextMark, ...]:
         ContextMark(kind="positions", num_tokens=config.max_position_embeddings, source="max_position_embeddings")
     )
     card = draft.checkpoint.path / CARD
-    trained = trained_length(card.read_bytes()[:MAX_CARD_BYTES].decode(errors="replace")) if card.is_file() else None
+    trained = trained_length(read_all(card)[:MAX_CARD_BYTES].decode(errors="replace")) if card.is_file() else None
     if trained is not None:
         found.append(ContextMark(kind="training", num_tokens=trained, source=CARD))
     return tuple(sorted(found, key=lambda mark: mark.num_tokens))

@@ -264,7 +264,7 @@ def make_row(row: Mapping[str, Any], where: str, index: int) -> PromptRow:
     Raises:
         RequestError: naming the row, the field, the value found and the value expected.
     """
-    kinds = [kind for kind in KINDS if row.get(kind) is not None]
+    kinds = [kind for kind in KINDS if row.get(kind) is not None] or [kind for kind in KINDS if kind in row]
     if len(kinds) != 1:
         found = " and ".join(kinds) or ", ".join(row) or "nothing"
         hint = None if kinds else "name the field with the text prompt, or turns if it is a list of questions"

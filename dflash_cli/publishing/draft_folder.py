@@ -13,6 +13,7 @@ from dflash_runtime.checkpoint.stored.files import INDEX_SUFFIX, MASK_FILE, PICK
 from dflash_runtime.checkpoint.stored.gguf_checkpoint import open_stored
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.phrases import plural
+from dflash_runtime.read_files import read_all, reading
 
 PROFILE = "speculation_profile.json"
 CARD = "README.md"
@@ -49,7 +50,7 @@ class LocalFile:
         if isinstance(self.content, bytes):
             found.update(self.content)
         else:
-            with self.content.open("rb") as stream:
+            with reading(self.content) as stream:
                 while part := stream.read(CHUNK_BYTES):
                     found.update(part)
         return found.hexdigest()
@@ -114,7 +115,7 @@ def _refuse_pickles(folder: Path, names: Sequence[str]) -> None:
 
 
 def _is_pickle(file: Path) -> bool:
-    with file.open("rb") as stream:
+    with reading(file) as stream:
         head = stream.read(len(ARCHIVE_HEAD))
     return file.suffix in PICKLE_SUFFIXES or head.startswith((*PICKLE_HEADS, ARCHIVE_HEAD))
 
@@ -123,7 +124,7 @@ def _refuse_secret(file: Path, *, is_text: bool) -> None:
     """Refuse a text with a token of a hub or an API. The message does not repeat the token."""
     if not is_text or file.stat().st_size > MAX_TEXT_BYTES:
         return
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(read_all(file).decode(errors="replace").splitlines(), start=1):
         if SECRET_TEXT.search(line):
             raise UsageError(
                 "holds an access token or a password", id="secret-in-file", path=f"{file}:{number}",

@@ -19,6 +19,7 @@ from dflash_cli.terminal import console
 from dflash_cli.terminal.options import FindingsFileOptions
 from dflash_cli.version import __version__
 from dflash_runtime.errors import UsageError
+from dflash_runtime.read_files import read_all
 
 FindingsFormat = Literal["junit", "sarif"]
 FindFile = Callable[[str], Path]
@@ -170,5 +171,5 @@ def _line(path: Path, key: str) -> int:
     if path.suffix != ".json" or not key or not path.is_file():
         return 1
     wanted = re.compile(rf'^\s*"{re.escape(key.rpartition(".")[2])}"\s*:')
-    lines: Sequence[str] = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines: Sequence[str] = read_all(path).decode(errors="replace").splitlines()
     return next((number for number, line in enumerate(lines, 1) if wanted.match(line)), 1)

@@ -1,5 +1,6 @@
 """Options of the engine, as bases of request classes."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -130,9 +131,10 @@ class EngineOptions(DeviceOptions):
 
     def check(self) -> None:
         super().check()
-        if self.prefix_store is not None and Path(self.prefix_store).is_file():
+        store = self.prefix_store
+        if store is not None and os.path.lexists(store) and not Path(store).is_dir():
             raise UsageError(
-                "is a file, expected a folder", id="prefix-store-is-a-file", path=self.prefix_store,
+                "is a file, expected a folder", id="prefix-store-is-a-file", path=store,
                 field="--prefix-store",
             )  # fmt: skip
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from dflash_cli.documents.atomic_file import check_parent
+from dflash_cli.documents.atomic_file import check_output
 from dflash_cli.terminal.parameters import DRAFTING, ENGINE, ESSENTIALS, MEASURING, OUTPUT, PROMPTS, Argument, Option
 from dflash_cli.terminal.requests import Request, parameters_of
 from dflash_runtime.checkpoint.stored.strict_json import loads
@@ -19,6 +19,9 @@ DRAFT_HELP = f"{REFERENCE}: tiny, tiny:reduced, tiny:dflash2, tiny:dspark."
 TARGET_HELP = f"{REFERENCE}: tiny."
 PROMPTS_HELP = "Prompts as JSON Lines; each row has prompt, messages, turns or prompt_token_ids. - reads stdin."
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+MAX_THREADS = 1024
+"""The most threads. Processes that start very many threads crash."""
+
 OTHER_DEVICES = ("meta", "mps", "xpu", "hpu", "xla", "mtia")
 """Devices of torch on which nothing runs here."""
 CarrierName = Literal["file", "gloo", "nccl", "nixl"]
@@ -214,7 +217,7 @@ class DeviceOptions(Request):
     threads: Annotated[
         int | None,
         Option(
-            min=1, group=ENGINE, is_setting=False,
+            min=1, max=MAX_THREADS, group=ENGINE, is_setting=False,
             help="CPU threads. Default: 1 for a small pair, otherwise one per core.",
         ),
     ] = None  # fmt: skip
@@ -269,7 +272,7 @@ class GateFileOptions(Request):
     def check(self) -> None:
         super().check()
         if self.gate_out is not None:
-            check_parent(self.gate_out)
+            check_output(self.gate_out, force=True)
 
     def require_gate(self, flag: str, *, is_given: bool) -> None:
         """Refuse --gate-out without a gate.

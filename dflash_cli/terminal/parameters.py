@@ -213,6 +213,8 @@ class Parameter:
     def _read_one(self, text: Any) -> Any:
         if not isinstance(text, str) or self.kind is bool:
             return text
+        if not text and (self.kind is Path or self.option.metavar in PATHS):
+            raise UsageError(field=self.title, found=text, expected="a path")  # `Path` would read it as this folder
         if self.option.parse is not None:
             return self._parse(text)
         if self.kind in (int, float):
@@ -335,6 +337,9 @@ def parse_size(text: str) -> int:
         raise ValueError(text)
     return int(size)
 
+
+PATHS = ("FILE", "DIR", "DEST", "SOURCE")
+"""Metavars of options that take a path."""
 
 SIZE = "a size such as 512M or 20G, in units of 1,024"
 """The form that `parse_size` expects."""

@@ -22,6 +22,7 @@ from dflash_runtime.errors import CheckpointNotFound, UnsupportedError, UsageErr
 
 LOCAL = "local"
 AUTO = "auto"
+MAX_WORKERS = 4096
 STORE_BYTES = 100 * 2**20
 """Little more than Ray's minimum; answers are small."""
 ENVIRONMENT = {
@@ -51,11 +52,12 @@ def parse_workers(text: str) -> WorkersRequest:
     """
     address, mark, count = text.partition("#") if not text.isdecimal() else (LOCAL, "#", text)
     is_known = address == AUTO or text.isdecimal() or re.fullmatch(r"ray://[^\s/]+:\d+", address)
-    if not is_known or (mark and not (count.isdecimal() and int(count))):
+    is_count = len(count) <= len(str(MAX_WORKERS)) and count.isdecimal() and 1 <= int(count) <= MAX_WORKERS
+    if not is_known or (mark and not is_count):
         raise UsageError(
             field="--workers",
             found=text,
-            expected="a number of 1 or more, auto, or ray://host:port",
+            expected=f"a number from 1 to {MAX_WORKERS}, auto, or ray://host:port",
             hint="auto is the Ray cluster that this machine is part of; auto#4 and ray://host:port#4 take 4 workers",
         )
     return WorkersRequest(address, int(count) if count else None)

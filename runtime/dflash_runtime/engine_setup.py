@@ -59,6 +59,7 @@ class EngineSetup:
         policy, budget = find_width_policy(pair, runner), find_row_budget(pair, runner)
         scheduler = Scheduler(pair.limits, pages, cache, policy, make_index, budget)
         scheduler.load.keeps_to_ridge = pair.has_graphs
+        scheduler.explain_non_finite = None if pair.non_finite is None else pair.non_finite.error
         max_in_flight = config.max_in_flight if config.is_async else 0
         engine = Engine(scheduler, runner, max_in_flight=max_in_flight, seed=config.seed)
         return cls(engine, store, tuple(item for item in (without_snapshots, without_store) if item is not None))

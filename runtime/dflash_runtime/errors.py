@@ -12,6 +12,7 @@ DFlashError                   1   the root of all errors
     HandoffMismatch           3   a hand-off of another pair, or with missing rows
   GateFailed                  3   a threshold of the user was missed
   CheckpointNotFound          4   an absent or gated checkpoint, an unknown revision, or no network
+  FileUnreadable              4   a file or folder that the system does not give to this user, or cannot read
   PeerUnreachable             4   the other process of a hand-off does not answer, or has ended
   UnsupportedError            5   valid input that this tool does not support
     UnknownFormat             5   an unknown dialect, or a relative of DFlash
@@ -19,6 +20,7 @@ DFlashError                   1   the root of all errors
   CapacityError               6   not enough device memory, KV pages or disk space
 """
 
+import errno
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,10 @@ from dflash_runtime.phrases import shorten
 
 MAX_FOUND_CHARS = 80
 """The most characters of `found` in a message."""
+
+
+NON_FINITE = "non-finite-logits"
+"""The id of errors about a target whose logits are NaN or infinite."""
 
 
 class _Missing:
@@ -89,12 +95,6 @@ class CheckpointError(DFlashError):
     """A malformed checkpoint."""
 
     exit_code = 3
-
-
-class FileUnreadable(CheckpointError):
-    """A file or folder that the system does not give to this user"""
-
-    exit_code = 4
 
 
 class InvalidConfig(CheckpointError):
@@ -166,6 +166,12 @@ class CheckpointNotFound(DFlashError):
     exit_code = 4
 
 
+class FileUnreadable(DFlashError):
+    """A file or folder that the system does not give to this user, or cannot read"""
+
+    exit_code = 4
+
+
 class PeerUnreachable(DFlashError):
     """The other process of a hand-off does not answer, or has ended."""
 
@@ -210,12 +216,19 @@ def naming_file(path: object) -> Iterator[None]:
         raise
 
 
-def unreadable(path: object, error: OSError) -> CheckpointError:
+def unreadable(path: object, error: OSError) -> CheckpointError | FileUnreadable | CapacityError:
     """Return the error for the system's `error` at reading `path`, which a link may have promised in vain."""
-    reason = (error.strerror or type(error).__name__).lower()
+    reason = (error.strerror or str(error) or type(error).__name__).lower()  # a library of Rust sets only the text
+    if error.errno == errno.ENOMEM:
+        return out_of_memory(path)
     hint = "give this user the right to read it" if isinstance(error, PermissionError) else None
     kind = CheckpointError if isinstance(error, FileNotFoundError) else FileUnreadable
     return kind(f"cannot be read: {reason}", id="file-unreadable", path=path, found=reason, hint=hint)
+
+
+def out_of_memory(path: object) -> CapacityError:
+    """Return the error for a file whose bytes do not fit into memory."""
+    return CapacityError("cannot be read: out of memory", id="out-of-memory", path=path)
 
 
 @contextmanager

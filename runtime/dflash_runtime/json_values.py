@@ -46,3 +46,9 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(item) for item in value]
     return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_kind(value: Any) -> str:
+    """What a JSON value is called: `null`, `string`, `number`, `boolean`, `list` or `object`."""
+    names = {type(None): "null", str: "string", bool: "boolean", int: "number", float: "number", dict: "object"}
+    return names.get(type(value), "list")

@@ -1,11 +1,18 @@
 """Files and directories that appear under their name complete, or not at all."""
 
+import hashlib
+import os
 import secrets
 import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+MAX_WHOLE_BYTES = 100
+"""The longest name that is kept whole in its hidden name. File systems take names of at most 143 or 255 bytes."""
+
+ADDED_BYTES = len(".~01234567.tmp-01234567")
 
 _SWAP = threading.Lock()
 """Held while one directory replaces another."""
@@ -41,8 +48,17 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def hidden_path(path: Path, kind: str) -> Path:
-    """An unused path `.NAME.KIND-01234567` in the same directory."""
-    return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
+    """An unused path `.NAME.KIND-01234567` in the same directory; see `hidden_stem`."""
+    return path.with_name(f"{hidden_stem(path.name)}.{kind}-{secrets.token_hex(4)}")
+
+
+def hidden_stem(name: str) -> str:
+    """`.NAME`. A long name is cut and gets a digest, so that the hidden path has no longer name than the path."""
+    data = os.fsencode(name)
+    if len(data) <= MAX_WHOLE_BYTES:
+        return f".{name}"
+    beginning = data[: len(data) - ADDED_BYTES].decode(errors="ignore")
+    return f".{beginning}~{hashlib.sha256(data).hexdigest()[:8]}"
 
 
 def _remove(path: Path) -> None:

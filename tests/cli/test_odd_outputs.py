@@ -78,7 +78,7 @@ def test_a_folder_where_the_system_makes_none(command: str) -> None:
 
 @LINUX
 @pytest.mark.parametrize("arguments", [*FILES.values(), *FOLDERS.values()], ids=[*FILES, *FOLDERS])
-@pytest.mark.parametrize("place", ["/proc/dflash-output", "n" * 245])
+@pytest.mark.parametrize("place", ["/proc/dflash-output", "n" * 256])
 def test_an_output_is_tried_before_the_work(
     place: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +99,18 @@ def test_a_dash_makes_no_file(arguments: tuple[str, ...]) -> None:
     is_stdout = arguments == FILES["generate"]
     assert (done.code, done.error_id) == ((0, None) if is_stdout else (2, "output-is-dash")), done
     assert not Path("-").exists()
+
+
+@LINUX
+@pytest.mark.parametrize("name", ["n" * 242, "n" * 255, "\u00e9" * 127, "\U0001f600" * 63])
+@pytest.mark.parametrize("arguments", [FILES["lock"], FILES["generate"], ("convert", "tiny", "--to", "native")])
+def test_a_name_as_long_as_the_system_takes(arguments: tuple[str, ...], name: str) -> None:
+    """The hidden name beside the output is no longer."""
+    before = {item.name for item in Path().iterdir()}
+    for more in ((), ("--force",)):
+        done = support.run_main(*arguments, name, *more)
+        assert done.code == 0, done
+        assert {item.name for item in Path().iterdir()} - before == {name}
 
 
 @LINUX
@@ -166,8 +178,8 @@ def test_errors_of_writers_name_the_output_and_stay_errors_of_the_system(tmp_pat
     assert type(caught.value) is NotWritten
     with pytest.raises(NotWritten):
         make_folder(loop / "x")
-    with pytest.raises(NotWritten), atomic_text(tmp_path / ("n" * 255)) as output:
-        output.write("x")  # the name fits, the name of the unfinished file does not
+    with pytest.raises(NotWritten), atomic_text(tmp_path / ("n" * 256)) as output:
+        output.write("x")
     other = _foreseen(NotWritten(10**6, "no such thing", "out"))
     assert other is not None
     assert (other.exit_code, other.id, other.path) == (2, "output-not-writable", "out")

@@ -30,7 +30,7 @@ engine_loaders.PAIR = quantised_cases
 
 
 def write(draft: Path, case: quantised_cases.QuantisedCase) -> None:
-    """A draft whose tensors are ones, in the bytes of their element type."""
+    """A draft whose tensors are ones, in the bytes of their element type; the scales of blocks differ."""
     import torch
     from safetensors.torch import save_file
 
@@ -43,9 +43,14 @@ def write(draft: Path, case: quantised_cases.QuantisedCase) -> None:
     for name, content in case.files.items():
         (draft / name).write_text(json.dumps(content), encoding="utf-8")
     tensors = {name: torch.ones(shape).to(types[kind]) for name, (kind, shape) in case.tensors.items()}
+    for at, name in enumerate(item for item in tensors if item.endswith(SCALES_OF_BLOCKS)):
+        if tensors[name].dtype == torch.float32:  # numbers by which a scale is known
+            tensors[name] += torch.arange(tensors[name].numel()).view(tensors[name].shape) / 64 + at
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
 
 
+SCALE_ENDS = ("_scale", "_scale_inv")
+SCALES_OF_BLOCKS = tuple(f".weight{end}" for end in SCALE_ENDS)
 UNNEEDED = ("lm_head.", "model.embed_tokens.", "model.mask_embedding")
 """Parameters that a draft leaves to the target. The scales of attention are set without a file."""
 
@@ -61,7 +66,40 @@ def of_model(model: Any, draft: Path) -> Reading:
         if name.endswith(".weight") and parameter.dtype in (torch.bfloat16, torch.float16, torch.float32):
             plain.add(fused(name.removeprefix("model.")))
     misread = {short(name) for name in map(fused, packed_weights(draft)) if name in plain}
+    misread |= {short(name) for name in with_scales_of_others(model, draft)}
     return {"unfilled": sorted(left), "misread": sorted(misread)}
+
+
+def with_scales_of_others(model: Any, draft: Path) -> list[str]:
+    """Stored matrices with scales of blocks, of which a row gets a scale that the file does not give it.
+
+    A product takes the scale of the block in which a row of the fused matrix lies.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    tensors, parameters = load_file(draft / "model.safetensors"), dict(model.named_parameters())
+    found, at = [], dict[str, int]()
+    for name in sorted(tensors, key=in_fused_order):
+        scales = next((tensors[name + end] for end in SCALE_ENDS if name + end in tensors), None)
+        if not name.endswith(".weight") or scales is None or scales.dim() != 2:
+            continue
+        whole = fused(name) if fused(name) in parameters else f"model.{fused(name)}"
+        used = next((parameters[whole + end] for end in SCALE_ENDS if whole + end in parameters), None)
+        block = getattr(model.get_submodule(whole.rpartition(".")[0]), "weight_block_size", None)
+        if used is None or block is None:
+            continue
+        rows, begin = torch.arange(tensors[name].shape[0]), at.get(whole, 0)
+        at[whole] = begin + len(rows)
+        if not torch.equal(used[(begin + rows) // block[0]], scales[rows // block[0]]):
+            found.append(name)
+    return found
+
+
+def in_fused_order(name: str) -> tuple[str, int]:
+    """Sort q before k before v, and gate before up."""
+    parts = name.split(".")
+    return fused(name), next((at for at, part in enumerate(FUSED) if part in parts), 0)
 
 
 def packed_weights(draft: Path) -> list[str]:

@@ -13,8 +13,8 @@ from dflash_testing.published_pairs import TARGETS
 
 PACKAGE = ROOT / "runtime" / "dflash_runtime"
 ROOMS = (
-    "phrases whole_files line_process notices errors json_values key_marks json_types registry documents config_parts "
-    "draft_config target_config engine_config",
+    "phrases whole_files line_process notices errors read_files json_values key_marks json_types registry documents "
+    "config_parts draft_config target_config engine_config",
     "checkpoint",
     "scheduling",
     "kv_transfer ranks",

@@ -1,6 +1,7 @@
 """Files and directories are complete under their name, or absent."""
 
 import errno
+import os
 import threading
 from pathlib import Path
 
@@ -83,6 +84,15 @@ def test_writers_at_once_do_not_share_a_hidden_path(tmp_path: Path) -> None:
         writer.join()
     assert (path / "text").read_text() in "0123"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("letter", ["n", "\u00e9", "\udcff"])
+def test_a_long_hidden_name_is_no_longer_than_its_own(letter: str, tmp_path: Path) -> None:
+    for count in (1, 60, 100, 101, 127):
+        name = letter * count
+        found, other = hidden_path(tmp_path / name, "tmp"), hidden_path(tmp_path / f"{name}x", "tmp")
+        assert len(os.fsencode(found.name)) <= max(len(os.fsencode(name)), 114)
+        assert found.name.rpartition(".")[0] != other.name.rpartition(".")[0]
 
 
 def test_a_hidden_path_is_next_to_its_own(tmp_path: Path) -> None:

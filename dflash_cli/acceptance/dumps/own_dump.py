@@ -33,6 +33,7 @@ from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.checkpoint.stored.strict_json import read_json
 from dflash_runtime.documents import NOT_REQUIRED, OPTIONAL, Limits, fields_of, from_json
 from dflash_runtime.errors import MISSING, CheckpointError, InvalidConfig, UsageError
+from dflash_runtime.read_files import read_all
 
 MANIFEST = "manifest.json"
 METADATA = "dflash"
@@ -160,8 +161,8 @@ def text_digests(checkpoint: Checkpoint) -> dict[str, str | None]:
         return None if data is None else digest_text(data)
 
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
-    parts = [(checkpoint.path / name).read_bytes() for name in names if (checkpoint.path / name).is_file()]
+    parts = [read_all(checkpoint.path / name) for name in names if (checkpoint.path / name).is_file()]
     template = checkpoint.path / "chat_template.jinja"
     stated = (checkpoint.read_optional_json("tokenizer_config.json") or {}).get("chat_template")
-    text = template.read_bytes() if template.is_file() else json.dumps(stated).encode() if stated else None
+    text = read_all(template) if template.is_file() else json.dumps(stated).encode() if stated else None
     return {"tokenizer_digest": digest(b"".join(parts) if parts else None), "template_digest": digest(text)}

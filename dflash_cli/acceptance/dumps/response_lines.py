@@ -11,7 +11,7 @@ from typing import Any
 from dflash_cli.documents.reading import open_lines
 from dflash_runtime.checkpoint.stored.strict_json import loads
 from dflash_runtime.errors import MISSING, CheckpointError
-from dflash_runtime.json_values import is_int
+from dflash_runtime.json_values import is_int, json_kind
 from dflash_runtime.scheduling.request import FinishReason
 
 
@@ -39,7 +39,7 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(f"not valid JSON: {error}", id="invalid-json", path=where) from error
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"found a JSON {type(value).__name__}, expected an object", id="not-an-object", path=where, found=value
+            f"found a JSON {json_kind(value)}, expected an object", id="not-an-object", path=where, found=value
         )
     return value
 

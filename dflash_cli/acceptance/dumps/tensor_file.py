@@ -9,6 +9,7 @@ from dflash_runtime.checkpoint.stored.digests import hash_file
 from dflash_runtime.checkpoint.stored.files import refuse_escape
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo, read_header
 from dflash_runtime.errors import MISSING, CheckpointError
+from dflash_runtime.read_files import open_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -59,9 +60,7 @@ def expect_shape(info: TensorInfo, expected: tuple[int, ...]) -> None:
 
 def read_tokens(file: Path) -> tuple[tuple[int, ...], Mapping[str, str]]:
     """Return the token ids and the header's metadata."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as reader:
+    with open_tensors(file) as reader:
         tokens: Any = reader.get_tensor(TOKENS)
         return tuple(tokens.tolist()), reader.metadata() or {}
 
@@ -70,13 +69,11 @@ def rows_reader(file: Path, sha256: str | None = None) -> "Callable[[], torch.Te
     """Return a function that loads the hidden states when it is called, if the file has this digest."""
 
     def read() -> "torch.Tensor":
-        from safetensors import safe_open
-
         found = hash_file(file) if sha256 is not None else None
         if found != sha256:
             expected = f"{sha256}, the digest in the manifest"
             raise CheckpointError(id="file-changed", path=file, field="sha256", found=found, expected=expected)
-        with safe_open(file, framework="pt") as reader:
+        with open_tensors(file) as reader:
             tensor: torch.Tensor = reader.get_tensor(HIDDEN)
             return tensor
 

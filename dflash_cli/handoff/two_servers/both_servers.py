@@ -13,7 +13,7 @@ from dflash_cli.handoff.two_servers.server_readers import ENGINE_SERVERS
 from dflash_cli.handoff.two_servers.transfer import EngineServers, Factor, Transfer
 from dflash_cli.rules.rule import Problem, check
 from dflash_runtime.checkpoint.stored.files import Checkpoint
-from dflash_runtime.errors import CheckpointError
+from dflash_runtime.errors import DFlashError
 
 AGAIN = "dflash validate-handoff {servers} --engine {engine}"
 FIX_SAME = f"start both servers with the same arguments for the draft, then check again: {AGAIN}"
@@ -267,7 +267,7 @@ def _digest_of_draft(server: Server) -> str | None:
         return None
     try:
         return identify(checkpoint, str(Path(checkpoint.path))).digest
-    except (CheckpointError, OSError):
+    except (DFlashError, OSError):
         return None
 
 

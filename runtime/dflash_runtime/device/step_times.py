@@ -25,7 +25,7 @@ from dflash_runtime.device.runner import Runner
 from dflash_runtime.device.storage.kv import KVCache, bytes_per_token
 from dflash_runtime.documents import Limits, from_json, to_json
 from dflash_runtime.draft_config import DraftConfig
-from dflash_runtime.errors import CheckpointError
+from dflash_runtime.errors import DFlashError
 from dflash_runtime.scheduling.width import StepTimes, widths_for
 from dflash_runtime.target_config import TargetConfig
 from dflash_runtime.whole_files import written_whole
@@ -192,7 +192,7 @@ def _read(
             return found
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, CheckpointError):
+    except (OSError, ValueError, DFlashError):
         pass
     logger.warning("%s: not the step times of this pair on this GPU; measuring them again", path)
     return None

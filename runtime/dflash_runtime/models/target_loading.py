@@ -11,6 +11,7 @@ from dflash_runtime.checkpoint.layout import HEAD
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.quantised.fp8_format import read_fp8_format
 from dflash_runtime.checkpoint.quantised.target_quantization import read_quantization
+from dflash_runtime.checkpoint.stored.non_finite import naming_tensor
 from dflash_runtime.checkpoint.targets.hosted_config import open_decoder, read_hosted_config, read_own_cache_config
 from dflash_runtime.checkpoint.targets.runs_here import TargetRuntime, how_it_runs
 from dflash_runtime.errors import InvalidConfig, UnsupportedError, naming_file
@@ -92,13 +93,13 @@ def try_target(source: TargetSource, placement: Placement, runtime: TargetRuntim
     config = CONFIG_READERS[runtime](source)
     if runtime == "transformers":
         try:
-            with naming_file(source.checkpoint.path):
+            with naming_file(source.checkpoint.path), naming_tensor(source.checkpoint):
                 return load_hosted(source, config, placement)
         except UnsupportedError as error:
             logger.info("not over pages: %s", error.message)
         gc.collect()  # free the refused model: memory may not hold two
         config = read_own_cache_config(source)
-    with naming_file(source.checkpoint.path):
+    with naming_file(source.checkpoint.path), naming_tensor(source.checkpoint):
         return load_own_cache(source, config, placement)
 
 

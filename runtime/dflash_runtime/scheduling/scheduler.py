@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from dflash_runtime.errors import CheckpointError, DFlashError
+from dflash_runtime.errors import NON_FINITE, CheckpointError, DFlashError
 from dflash_runtime.scheduling.admission import check_request
 from dflash_runtime.scheduling.batch import Batch, Chunk, PageAddition, StepOutput
 from dflash_runtime.scheduling.expected_room import ExpectedRoom
@@ -63,6 +63,7 @@ class Scheduler:
         self.width_policy = width_policy or FixedWidth()
         self._make_index = make_index
         self.row_budget = row_budget
+        self.explain_non_finite: Callable[[str], CheckpointError] | None = None  # names the tensor at fault
         self.num_preemptions = 0
         self.load = StepLoad(limits)
         self.room = ExpectedRoom(limits, pages)
@@ -452,12 +453,11 @@ class Scheduler:
         """Commit the tokens before the non-finite logits, and end the request with an error."""
         if output.token_ids:
             request.commit(output.token_ids, self.limits.max_model_len)
-        position = request.total_len
-        error = CheckpointError(
-            f"the target gave non-finite logits at position {position}: its weights have NaN, or are too large",
-            id="non-finite-logits", field="position", found=position, expected="finite logits",
-            hint="export the weights again",
-        )  # fmt: skip
+        where = f"the target gave non-finite logits at position {request.total_len}"
+        if self.explain_non_finite is not None:
+            error = self.explain_non_finite(where)
+        else:
+            error = CheckpointError(f"{where}: its weights have NaN, or are too large", id=NON_FINITE)
         self.fail(request, error)
         return output.token_ids
 

@@ -15,6 +15,7 @@ import pytest
 
 from dflash_cli.checkpoints import safetensors_writer
 from dflash_cli.conversion import staging
+from dflash_runtime.whole_files import hidden_path
 from dflash_testing import checkpoints as support
 
 REFUSALS = {
@@ -49,7 +50,8 @@ class TestRefusals:
     ) -> None:
         support.make_native(tmp_path / "source")
         if place == "copy":
-            monkeypatch.setattr(safetensors_writer, "MOVES", (refusing(number),))
+            monkeypatch.setattr(safetensors_writer, "MOVES", safetensors_writer.MOVES[-1:])
+            monkeypatch.setattr(os, "write", refusing(number))
         elif place == "rename":
             monkeypatch.setattr(staging, "move_new", refusing(number))
         else:
@@ -111,6 +113,18 @@ class TestRemains:
         assert (outcome.code, outcome.notices) == (0, ("unfinished-result-removed",))
         assert str(remain) in outcome.err
         assert names(tmp_path) == ["out", "source"]
+
+    def test_a_long_name_is_told_from_another_with_the_same_beginning(self, tmp_path: Path) -> None:
+        """Hidden names have the beginning of a long name, and a digest of all of it."""
+        source = support.make_native(tmp_path / "source")
+        mine, other = (tmp_path / ("n" * 250 + end) for end in "ab")
+        for destination in (mine, other):
+            left = hidden_path(destination, "tmp")
+            support.make_native(left)
+            (left / ".writing").touch()
+        outcome = support.invoke("convert", source, mine, "--to", "native")
+        assert (outcome.code, outcome.notices) == (0, ("unfinished-result-removed",))
+        assert names(tmp_path) == sorted([left.name, mine.name, "source"])
 
     def test_a_dry_run_removes_nothing(self, tmp_path: Path) -> None:
         remain = self.stage(tmp_path)

@@ -61,7 +61,22 @@ def test_workers_are_a_number_or_a_cluster(text: str, address: str, count: int |
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-1", "two", "auto#", "auto#0", "local", "ray://head", "http://head:1", "4#2"]
+    "text",
+    [
+        "",
+        "0",
+        "-1",
+        "two",
+        "auto#",
+        "auto#0",
+        "local",
+        "ray://head",
+        "http://head:1",
+        "4#2",
+        "4097",
+        "auto#4097",
+        "9" * 20,
+    ],
 )
 def test_malformed_values_are_refused(text: str) -> None:
     with refuses(UsageError, field="--workers", found=text):

@@ -58,6 +58,19 @@ NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size
          "dynamic": False, "scale_dtype": "torch.float8_e4m3fn"}  # fmt: skip
 
 
+VARIANTS = ("layers", "all", "bare config", "plain tensors", "no config", "no scales", "misshapen scales", "ignored")
+"""
+layers            the matrices of the layers are packed; fc is plain, and listed where modules are ignored
+all               fc is packed too
+bare config       as `layers`, without a list of ignored modules
+plain tensors     the config states the packing, and every tensor is plain
+no config         packed tensors, and no statement
+no scales         as `layers`, without the scales
+misshapen scales  as `layers`; scales with one more row
+ignored           as `layers`; the o_proj of the first layer is plain and listed too
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Packing:
     """A way to store the matrices of linear layers.
@@ -67,6 +80,7 @@ class Packing:
     ignored   the key of `settings` with the list of plain modules
     scale     the part that is absent or misshapen in cases about scales
     in_file   whether hf_quant_config.json has the settings instead of config.json
+    variants  the variants that are drafts
     """
 
     settings: Mapping[str, Any]
@@ -74,6 +88,7 @@ class Packing:
     ignored: str = "ignore"
     scale: str = "weight_scale"
     in_file: bool = False
+    variants: tuple[str, ...] = VARIANTS
 
 
 def _gptq(rows: int, columns: int) -> Parts:
@@ -108,6 +123,33 @@ def _nf4(rows: int, columns: int) -> Parts:
         "weight.quant_map": ("F32", (16,)),
         "weight.quant_state.bitsandbytes__nf4": ("U8", (82,)),
     }
+
+
+EVEN_ROWS, ROWS = 64, (144, 192, 512)
+"""Rows of a block that divide the rows of each matrix (128 or 256), and that do not."""
+
+
+def _in_blocks() -> Iterator[tuple[str, Packing]]:
+    """FP8 with scales of blocks in both forms. Engines fuse q, k and v, and gate and up, which may cut a block."""
+    for rows in (EVEN_ROWS, *ROWS):
+        size = partial(_scales_of_blocks, rows)
+        inputs = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "symmetric": True,
+                  "dynamic": True}  # fmt: skip
+        groups = _groups("float", 8, "block", block_structure=[rows, BLOCK])
+        groups["config_groups"]["group_0"]["input_activations"] = inputs
+        yield f"fp8 block of {rows} rows", Packing(
+            settings={**FP8, "weight_block_size": [rows, BLOCK]},
+            parts=partial(_float, scale="weight_scale_inv", size=size, more={}),
+            ignored="modules_to_not_convert", scale="weight_scale_inv", variants=("layers", "all"),
+        )  # fmt: skip
+        yield f"float-quantized block of {rows} rows", Packing(
+            settings={**groups, "format": "float-quantized"},
+            parts=partial(_float, scale="weight_scale", size=size, more={}), variants=("layers", "all"),
+        )  # fmt: skip
+
+
+def _scales_of_blocks(block: int, rows: int, columns: int) -> tuple[int, int]:
+    return -(-rows // block), -(-columns // BLOCK)
 
 
 PACKINGS: Mapping[str, Packing] = {
@@ -188,20 +230,10 @@ PACKINGS: Mapping[str, Packing] = {
                   "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": []}},
         parts=STATIC, in_file=True,
     ),
+    **dict(_in_blocks()),
 }  # fmt: skip
 """Name -> the packing, as its exporter writes it."""
 
-VARIANTS = ("layers", "all", "bare config", "plain tensors", "no config", "no scales", "misshapen scales", "ignored")
-"""
-layers            the matrices of the layers are packed; fc is plain, and listed where modules are ignored
-all               fc is packed too
-bare config       as `layers`, without a list of ignored modules
-plain tensors     the config states the packing, and every tensor is plain
-no config         packed tensors, and no statement
-no scales         as `layers`, without the scales
-misshapen scales  as `layers`; scales with one more row
-ignored           as `layers`; the o_proj of the first layer is plain and listed too
-"""
 SPOKEN: tuple[tuple[str, Mapping[str, Any]], ...] = (
     *(("fp8 block", {f"quantization_config.{key}": value}) for key, value in (
         ("quant_method", ABSENT), ("quant_method", None), ("quant_method", ""), ("quant_method", "nonsense"),
@@ -339,8 +371,8 @@ def all_cases() -> dict[str, QuantisedCase]:
 
 
 def _cases() -> Iterator[QuantisedCase]:
-    for packing in PACKINGS:
-        for variant in VARIANTS:
+    for packing, kept in PACKINGS.items():
+        for variant in kept.variants:
             yield QuantisedCase(packing=packing, variant=variant)
     for packing, changes in SPOKEN:
         yield QuantisedCase(packing=packing, changes=changes)

@@ -20,6 +20,7 @@ from typing import Any
 
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
+from dflash_runtime.read_files import read_all, read_range, reading
 
 SAMPLE_BYTES = 16 * 2**10
 """Bytes of one sample of a large tensor."""
@@ -53,7 +54,7 @@ def hash_files(files: Iterable[Path], observe: Callable[[int], object] = lambda 
     """The SHA-256 of the bytes of several files, one after the other."""
     hashed = hashlib.sha256()
     for file in files:
-        with file.open("rb", buffering=0) as stream:
+        with reading(file) as stream:
             while block := stream.read(HASH_BYTES):
                 hashed.update(block)
                 observe(len(block))
@@ -115,11 +116,11 @@ def _text_files(path: Path) -> list[Path]:
 def _file_parts(checkpoint: Checkpoint, *, is_whole: bool) -> Iterator[tuple[str, bytes]]:
     """Label and bytes of each part of the deciding files."""
     for file in _text_files(checkpoint.path.resolve()):
-        yield file.name, file.read_bytes()
+        yield file.name, read_all(file)
     for file in checkpoint.weight_files:
         infos = {name: info for name, info in sorted(checkpoint.tensors.items()) if info.file == file}
         yield file.name, str(file.stat().st_size).encode()
-        with file.open("rb") as stream:
+        with reading(file) as stream:
             yield "header", stream.read(min(info.begin for info in infos.values()))
             if is_whole:
                 while block := stream.read(BLOCK_BYTES):
@@ -142,6 +143,4 @@ def _rows(info: TensorInfo) -> Iterator[tuple[int, int]]:
 
 
 def _read(info: TensorInfo, begin: int, size: int) -> bytes:
-    with info.file.open("rb") as stream:
-        stream.seek(info.begin + begin)
-        return stream.read(size)
+    return read_range(info.file, info.begin + begin, info.begin + begin + size, info.name)

@@ -15,6 +15,7 @@ from dflash_runtime.checkpoint.stored.gguf_files import refuse_gguf
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo, read_header
 from dflash_runtime.checkpoint.stored.strict_json import read_json
 from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, TensorMismatch
+from dflash_runtime.read_files import open_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -124,19 +125,14 @@ class Checkpoint:
 
         Files are mapped into memory: a GPU copies from the mapping, and the host holds no copy of a tensor.
         """
-        from safetensors import SafetensorError, safe_open
-
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.tensors[name].file, []).append(name)
         for file, members in by_file.items():
-            try:
-                with safe_open(file, framework="pt", device=device) as reader:
-                    for name in members:
-                        cut = None if cuts is None else cuts.get(name)
-                        yield name, self._read(reader, name) if cut is None else cut.of(reader.get_slice(name))
-            except SafetensorError as error:
-                raise CheckpointError(str(error), id="safetensors-unreadable", path=file) from error
+            with open_tensors(file, device) as reader:
+                for name in members:
+                    cut = None if cuts is None else cuts.get(name)
+                    yield name, self._read(reader, name) if cut is None else cut.of(reader.get_slice(name))
 
     def _read(self, reader: Any, name: str) -> "torch.Tensor":
         """Read one tensor with the open reader of its file."""

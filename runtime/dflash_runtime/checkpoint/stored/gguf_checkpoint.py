@@ -18,6 +18,7 @@ from dflash_runtime.checkpoint.stored.gguf_files import find_gguf, other_archite
 from dflash_runtime.checkpoint.stored.safetensors_header import DTYPE_BYTES, TensorInfo
 from dflash_runtime.checkpoint.stored.strict_json import parse_json
 from dflash_runtime.errors import CheckpointError, CheckpointNotFound, UnsupportedError
+from dflash_runtime.read_files import read_range
 
 if TYPE_CHECKING:
     import torch
@@ -150,9 +151,7 @@ class GgufCheckpoint(Checkpoint):
             if info.dtype not in types:
                 text = f"{name} is {info.dtype}, which dflash does not compute with"
                 raise UnsupportedError(text, id="quantised-weights", path=info.file, found=info.dtype)
-            with info.file.open("rb") as stream:
-                stream.seek(info.begin)
-                data = bytearray(stream.read(info.num_bytes))
+            data = bytearray(read_range(info.file, info.begin, info.end, name))
             tensor = torch.frombuffer(data, dtype=types[info.dtype]).reshape(info.shape)
             cut = None if cuts is None else cuts.get(name)
             yield name, (tensor if cut is None else cut.of(tensor)).to(device)

@@ -11,6 +11,7 @@ from pathlib import Path
 from dflash_runtime.checkpoint.stored.gguf import DRAFTS, MAGIC, SUFFIX, GgufHeader, StoredTensor, read_gguf_stream
 from dflash_runtime.checkpoint.stored.strict_json import regular_size
 from dflash_runtime.errors import CheckpointError, UnknownFormat, UsageError, unreadable
+from dflash_runtime.read_files import reading
 
 PART = re.compile(r"(.+-)(\d{5})(-of-)(\d{5})\.gguf")
 MAX_PARTS = 1000
@@ -63,7 +64,7 @@ def find_gguf(path: Path) -> Path | None:
 
 def has_magic(file: Path) -> bool:
     """Whether a file begins as GGUF files do."""
-    with file.open("rb") as stream:
+    with reading(file) as stream:
         return stream.read(len(MAGIC)) == MAGIC
 
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dflash_runtime.errors import CheckpointError, unreadable
+from dflash_runtime.json_values import json_kind
 
 MAX_JSON_BYTES = 64_000_000
 MAX_ROWS_BYTES = 2_000_000_000
@@ -88,7 +89,7 @@ def parse_json(text: bytes, path: Path, *, is_config: bool = False) -> dict[str,
             text_of_error, id=known.id, path=path, found=known.found, expected=known.expected
         ) from error
     if not isinstance(value, dict):
-        kind = type(value).__name__
+        kind = json_kind(value)
         raise CheckpointError(
             f"found a JSON {kind}, expected an object",
             id="json-not-an-object",

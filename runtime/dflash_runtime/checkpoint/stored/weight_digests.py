@@ -22,7 +22,8 @@ from typing import Any
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.checkpoint.stored.strict_json import loads, read_bytes
 from dflash_runtime.documents import from_json
-from dflash_runtime.errors import CheckpointError
+from dflash_runtime.errors import CheckpointError, DFlashError, unreadable
+from dflash_runtime.read_files import reading
 from dflash_runtime.whole_files import written_whole
 
 CHUNK_BYTES = 8 * 2**20
@@ -91,7 +92,8 @@ class WeightDigest:
         """32 digits. Waits until they are computed.
 
         Raises:
-            CheckpointError: a file cannot be read, or has changed since this object was made.
+            CheckpointError: a file has changed since this object was made.
+            FileUnreadable, CapacityError: a file cannot be read.
         """
         return self.begin().result()
 
@@ -131,7 +133,8 @@ def hash_ranges(file: Path, ranges: Sequence[Range]) -> dict[Range, str]:
     """The digest of each range of a file: the SHA-256 of the SHA-256s of its chunks. Reads in parallel.
 
     Raises:
-        CheckpointError: the file cannot be read, or ends early.
+        CheckpointError: the file ends early.
+        FileUnreadable, CapacityError: it cannot be read.
     """
     jobs = list(_jobs(ranges))
     parts: dict[tuple[Range, int], bytes] = {}
@@ -140,7 +143,7 @@ def hash_ranges(file: Path, ranges: Sequence[Range]) -> dict[Range, str]:
 
     def work() -> None:
         try:
-            with file.open("rb", buffering=0) as stream:
+            with reading(file) as stream:
                 room = memoryview(bytearray(CHUNK_BYTES))
                 while True:
                     with lock:
@@ -148,7 +151,8 @@ def hash_ranges(file: Path, ranges: Sequence[Range]) -> dict[Range, str]:
                     if job is None:
                         return
                     for whole, begin in job:
-                        parts[whole, begin] = _hash_chunk(stream, begin, room[: min(CHUNK_BYTES, whole[1] - begin)])
+                        stream.seek(begin)
+                        parts[whole, begin] = _hash_chunk(stream, room[: min(CHUNK_BYTES, whole[1] - begin)], file)
         except BaseException as error:
             errors.append(error)
 
@@ -159,7 +163,7 @@ def hash_ranges(file: Path, ranges: Sequence[Range]) -> dict[Range, str]:
     for thread in threads:
         thread.join()
     if errors:
-        raise CheckpointError(f"cannot be read: {errors[0]}", id="weights-unreadable", path=file) from errors[0]
+        raise errors[0]
     return {
         whole: hashlib.sha256(b"".join(parts[whole, begin] for begin in _chunks(whole))).hexdigest()[:32]
         for whole in ranges
@@ -185,13 +189,12 @@ def _chunks(whole: Range) -> range:
     return range(whole[0], whole[1], CHUNK_BYTES)
 
 
-def _hash_chunk(stream: Any, begin: int, room: memoryview) -> bytes:
-    stream.seek(begin)
+def _hash_chunk(stream: Any, room: memoryview, file: Path) -> bytes:
     filled = 0
     while filled < len(room):
         count = stream.readinto(room[filled:])
         if not count:
-            raise OSError("the file ends early")
+            raise CheckpointError("the file ends early", id="source-shrank", path=file)
         filled += count
     return hashlib.sha256(room).digest()
 
@@ -200,7 +203,7 @@ def _identify(file: Path) -> FileIdentity:
     try:
         return FileIdentity.of(file)
     except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", id="weights-unreadable", path=file) from error
+        raise unreadable(file, error) from error
 
 
 def memory_folder() -> Path:
@@ -222,7 +225,7 @@ def recall(identity: FileIdentity) -> Mapping[Range, str]:
         return {
             (int(key[1]), int(key[2])): digest[0] for key, digest in found if key is not None and digest is not None
         }
-    except (OSError, ValueError, RuntimeError, CheckpointError):  # RuntimeError: without a home folder
+    except (OSError, ValueError, RuntimeError, DFlashError):  # RuntimeError: without a home folder
         return {}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dflash_runtime.checkpoint.targets.experts_config import WITH_EXPERTS, read_experts
 from dflash_runtime.checkpoint.targets.layer_kinds import KINDS
-from dflash_runtime.checkpoint.targets.recorded_types import is_no_decoder
+from dflash_runtime.checkpoint.targets.recorded_types import has_sizes_elsewhere, is_no_decoder
 from dflash_runtime.checkpoint.targets.target_facts import decoder_config, read_depth, read_hidden_size, read_traits
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError
@@ -63,6 +63,9 @@ FOREIGN = {
 }
 """Parts of a decoder that `TargetConfig` does not describe -> the keys of published configs that state them."""
 
+SIZES_ELSEWHERE = "target-sizes-elsewhere"
+"""The id of the refusal of a type whose configs have other keys."""
+
 NATIVE_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 NATIVE_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
 """The activation and the rope types that native layers compute."""
@@ -92,14 +95,22 @@ def read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
 
     Raises:
         InvalidConfig: the width, depth or vocabulary is missing, or the list of layers has another length.
-        UnsupportedError: a number is missing or wrong, and transformers has no causal language model of this type.
+        UnsupportedError: a number is missing or wrong. And transformers has no causal language model of this type, or
+            its configs have other keys.
     """
     try:
         return _read_target_facts(config, path)
     except InvalidConfig as fault:
+        kind = str(config.get("model_type"))
         if is_no_decoder(config):
-            raise without_causal_model(str(config["model_type"]), path) from fault
-        raise
+            refusal = without_causal_model(kind, path)
+        elif has_sizes_elsewhere(config):
+            why = "its config states the sizes of its decoder under keys that are not read here"
+            refusal = not_run(kind, why, id=SIZES_ELSEWHERE, path=path)
+        else:
+            raise
+        refusal.hint = None  # other commands need these facts too
+        raise refusal from fault
 
 
 def _read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:

@@ -24,6 +24,11 @@ def own_key(text: Mapping[str, Any], attribute: str) -> str | None:
     return key
 
 
+def has_sizes_elsewhere(config: Mapping[str, Any]) -> bool:
+    """Return whether configs of this type state the sizes of their decoder under keys that are not read here."""
+    return config.get("model_type") in recorded_types()["sizes_elsewhere"]
+
+
 def is_no_decoder(config: Mapping[str, Any]) -> bool:
     """Return whether transformers knows the type of a config, and has no causal language model of it."""
     kind, types = config.get("model_type"), recorded_types()

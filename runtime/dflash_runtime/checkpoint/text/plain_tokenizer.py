@@ -5,6 +5,7 @@ some build parts of the tokenizer anew. A tokenizer is read here only if both wa
 release. transformers reads all others.
 """
 
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.stored.digests import digest_value
+from dflash_runtime.read_files import read_all
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
@@ -115,8 +117,8 @@ def read_plain_tokenizer(path: Path) -> PlainTokenizer | None:
 def _read(path: Path) -> PlainTokenizer:
     from tokenizers import Tokenizer
 
-    settings, config = (json.loads((path / name).read_text("utf-8")) for name in (SETTINGS, "config.json"))
-    data = (path / TOKENIZER).read_bytes()
+    settings, config = (json.loads(read_all(path / name)) for name in (SETTINGS, "config.json"))
+    data = read_all(path / TOKENIZER)
     _check_settings(settings)
     _check_files(path, "added_tokens_decoder" in settings)
     library = Tokenizer.from_buffer(data)
@@ -223,5 +225,5 @@ def _check_tokens(library: Any, listed: Mapping[str, Any] | None, special: Seque
 def _read_template(path: Path, stated: Any) -> Any:
     file = path / "chat_template.jinja"
     if file.exists():
-        return file.read_text("utf-8")
+        return io.StringIO(read_all(file).decode(), newline=None).read()  # with the ends of lines as LF
     return {item["name"]: item["template"] for item in stated} if isinstance(stated, list) else stated

@@ -14,6 +14,7 @@ from dflash_runtime.checkpoint.stored.strict_json import regular_size, too_large
 from dflash_runtime.checkpoint.targets.hf_config import read_token_ids
 from dflash_runtime.checkpoint.text.plain_tokenizer import PlainTokenizer, read_plain_tokenizer
 from dflash_runtime.errors import CheckpointError, RequestError, UnsupportedError
+from dflash_runtime.read_files import read_all
 
 RENDER_S, RENDER_BYTES = 10.0, 1 << 30
 """Limits of the time and the memory in which a chat template makes the text of a conversation."""
@@ -47,22 +48,23 @@ class Tokenizer:
 
     @cached_property
     def _hosted(self) -> Any:
-        self._check_json()
+        self._check_files()
         from transformers import AutoTokenizer
 
         with self._naming_failure("loaded"):
             return AutoTokenizer.from_pretrained(self._path, local_files_only=True, trust_remote_code=False)
 
-    def _check_json(self) -> None:
-        """Refuse a file that is not JSON, before transformers is imported, which takes seconds.
+    def _check_files(self) -> None:
+        """Refuse a file that cannot be read or is not JSON, before transformers is imported, which takes seconds.
 
         Raises:
-            CheckpointError: names the file.
+            CheckpointError, FileUnreadable: names the file.
         """
-        for file in (self._path / name for name in READ_FILES if name.endswith(".json")):
+        for file in filter(Path.exists, (self._path / name for name in READ_FILES)):
+            data = read_all(file)
             try:
-                if file.exists():
-                    json.loads(file.read_bytes())
+                if file.suffix == ".json":
+                    json.loads(data)
             except (ValueError, RecursionError) as error:
                 raise CheckpointError(
                     f"not valid JSON: {error}", id="tokenizer-not-loaded", path=file,

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 HOST_SHARE = 0.5
 """Share of the free memory that the KV cache may take on a machine without a GPU."""
 
+DRAFT_WEIGHTS = "weights of the draft"
+
 WORKSPACE_BYTES = 256 * 2**20
 """Memory that libraries keep: cuBLAS workspaces of two streams, compiled kernels, partial results of attention."""
 
@@ -89,10 +91,22 @@ class Fit:
                 )  # fmt: skip
             return replace(placement, spread=Spread(max_bytes=budgets))
         self._left({name: weights.target, **self._parts(weights)})
+        self._check_pages(weights)
         if device.type == "cuda" and weights.passing > (free := available_bytes()):
             parts = {"weights of the target, which pass through host memory": weights.passing}
             raise _too_large(parts, free, "the host", "--device-map auto loads weights straight to their device")
         return placement
+
+    def _check_pages(self, weights: WeightBytes) -> None:
+        """Refuse a pair whose pages are surely refused after loading; see `fit_num_pages`."""
+        if self.config.kv_memory_bytes is not None:
+            fit_num_pages(self.config, self.target, self.draft, self.limits, self.placement)
+        elif self.placement.device.type != "cuda" and self.config.num_pages is None:
+            parts = {name: size for name, size in self._parts(weights).items() if name != DRAFT_WEIGHTS}
+            free = int(_free_bytes(self.placement.device, self.config.gpu_memory_utilization) * HOST_SHARE)
+            if sum(parts.values()) > free:
+                where = "the share of the host's free memory that KV and steps may take"
+                raise _too_large(parts, free, where, _savings(self.config, self.placement))
 
     def _parts(self, weights: WeightBytes) -> dict[str, int]:
         """Bytes of each part of the engine's memory, except the target's weights."""
@@ -100,7 +114,7 @@ class Fit:
         has_snapshots = self.target.recurrence is not None and self.config.prefix_cache
         kept = self.config.snapshot_memory_bytes if has_snapshots else None
         return {
-            "weights of the draft": weights.draft,
+            DRAFT_WEIGHTS: weights.draft,
             "KV of one request": _least_pages(self.config, self.limits) * page_bytes,
             **({} if kept is None else {"snapshots of states": kept}),
             "working memory of steps": self._step_bytes(),
@@ -156,7 +170,7 @@ def fit_num_pages(
     if affordable < needed:
         raise CapacityError(
             f"KV cache: one request needs {needed} pages of {config.page_size} tokens, {needed * page_bytes} bytes at "
-            f"{token_bytes} bytes per token, but only {budget} bytes are free",
+            f"{token_bytes} bytes per token, but only {max(0, budget)} bytes are free",
             id="kv-cache-too-small", field="kv_memory_bytes", found=budget, expected=f"{needed * page_bytes} bytes",
             hint="give the KV cache more memory with --kv-memory or --gpu-memory-utilization, or store KV in FP8 with "
             "--kv-dtype fp8",

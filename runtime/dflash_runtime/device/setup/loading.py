@@ -14,6 +14,7 @@ from dflash_runtime.checkpoint.pair import DraftLike, TargetSource, check_pair
 from dflash_runtime.checkpoint.quantised.fp8_format import read_fp8_format
 from dflash_runtime.checkpoint.quantised.target_quantization import Quantization, read_quantization
 from dflash_runtime.checkpoint.stored.ignored_files import ignored_files
+from dflash_runtime.checkpoint.stored.non_finite import NonFiniteWeights
 from dflash_runtime.checkpoint.stored.weight_digests import WeightDigest
 from dflash_runtime.checkpoint.targets.runs_here import TargetRuntime, kept_packed
 from dflash_runtime.checkpoint.text.tokenizer import Tokenizer, find_stop_ids, find_tokenizer
@@ -61,6 +62,7 @@ class LoadedPair:
     rounding         the kind of values that a trial of another number format rounded after loading; None otherwise
     kv_scales        scales of each layer of the target, if KV is stored in FP8 and the checkpoint has scales
     weight_digests   digests of the weights of `target` and `draft`, computed when needed
+    non_finite       the target's weights with NaN, searched when needed; None for a pair built in Python
     stop_token_ids   ids that end a text according to the target's configs
     """
 
@@ -76,6 +78,7 @@ class LoadedPair:
     rounding: str | None = None
     kv_scales: Mapping[int, KVScales] = field(default_factory=dict)
     weight_digests: Mapping[str, WeightDigest] = field(default_factory=dict)
+    non_finite: NonFiniteWeights | None = None
     tokenizer: Tokenizer | None = None
     stop_token_ids: tuple[int, ...] = ()
 
@@ -218,6 +221,7 @@ def load_pair(
         target_quantization=quantization.label if quantization is not None else None,
         kv_scales=kv_scales,
         weight_digests=digests,
+        non_finite=NonFiniteWeights(target.checkpoint),
         tokenizer=find_tokenizer(target.checkpoint.path),
         stop_token_ids=find_stop_ids(target),
     )

@@ -30,7 +30,7 @@ from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_runtime.checkpoint.pair import TargetSource
 from dflash_runtime.checkpoint.targets.decoder_values import num_streams
 from dflash_runtime.checkpoint.targets.hf_config import not_run
-from dflash_runtime.errors import CheckpointError, DFlashError
+from dflash_runtime.errors import NON_FINITE, CheckpointError, DFlashError
 from dflash_runtime.models.head import NO_ID, ScaledHead
 from dflash_runtime.models.hosting.hosted_attention import (
     PAGES,
@@ -260,7 +260,7 @@ def check_head(config: TargetConfig, head: Linear, hidden: Tensor, said: Tensor)
     """
     if bool(said.isnan().any()):
         text = "its logits are NaN in the trial after loading"
-        raise CheckpointError(text, id="non-finite-logits", found="NaN", hint="export the weights again")
+        raise CheckpointError(text, id=NON_FINITE, found="NaN", hint="export the weights again")
     logits, padding = head(hidden).tensor_split([said.shape[1]], dim=1)
     is_same = logits.shape == said.shape and is_close(logits, said.to(logits.device))
     if not is_same or not bool((padding == NO_ID).all()):

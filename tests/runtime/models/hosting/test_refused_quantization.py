@@ -150,7 +150,7 @@ def test_weights_that_are_not_numbers_are_named(tmp_path: Path) -> None:
     make_model(tmp_path, "gemma2")
     name = "model.layers.2.mlp.up_proj.weight"
     edit_tensors(tmp_path, **{name: torch.full_like(load_file(tmp_path / "model.safetensors")[name], torch.nan)})
-    with refuses(CheckpointError, "non-finite-logits", path=tmp_path):
+    with refuses(CheckpointError, "non-finite-logits", path=tmp_path / "model.safetensors", field=name):
         load_target(open_target(tmp_path), placement(), "auto")
 
 
