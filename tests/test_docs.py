@@ -21,8 +21,8 @@ from dflash_cli.main import COMMANDS
 from dflash_cli.terminal import documentation
 from dflash_cli.terminal.command_line import COMMON, JSON, load_command
 from dflash_cli.terminal.requests import Verb, parameters_of
-from dflash_testing import checkpoints as support
 from dflash_testing import hub_server
+from dflash_testing.command_line import IMPORT_PATHS, Outcome, run_main
 from dflash_testing.hub_uploads import WRITER
 from dflash_testing.paths import ROOT
 from dflash_testing.searches import shorten_search
@@ -266,7 +266,7 @@ def provide_files(document: str, home: Path) -> None:
     elif document == "docs/how-to/tuning.md":
         shutil.copy(ROOT / "examples" / "step_times" / "qwen3-8b-h200.json", home)
     elif document == "docs/explanation/shapes.md":
-        support.run_main("convert", "tiny", str(home / "off"), "--to", "native")
+        run_main("convert", "tiny", str(home / "off"), "--to", "native")
         config = home / "off" / "config.json"
         config.write_text(config.read_text().replace("1000000", "10000"))
 
@@ -302,15 +302,15 @@ def with_fewer_prompts(shown: Shown) -> str:
     return shown.line
 
 
-def paste(line: str, home: Path) -> support.Outcome:
+def paste(line: str, home: Path) -> Outcome:
     """Run one command: `dflash` in this process, also with its output in a file, unless the line needs a shell."""
     words = shlex.split(line, comments=True)
     quoted = re.sub(r"'[^']*'", "", line.partition(" # exit ")[0])
     if words[0] == "dflash" and not SHELL & set(quoted):
-        return support.run_main(*words[1:])
+        return run_main(*words[1:])
     if words[0] == "dflash" and words.count(">") == 1 and not SHELL & set(quoted.replace(">", "", 1)):
         at = words.index(">")
-        outcome = support.run_main(*words[1:at], *words[at + 2 :])
+        outcome = run_main(*words[1:at], *words[at + 2 :])
         (home / words[at + 1]).write_text(outcome.out)
         return replace(outcome, out="")
     script = home / ".bin" / "dflash"
@@ -320,12 +320,12 @@ def paste(line: str, home: Path) -> support.Outcome:
     folders = os.pathsep.join([str(script.parent), os.environ["PATH"], str(Path(sys.executable).parent)])
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", line],
-        env={**os.environ, **support.IMPORT_PATHS, "PATH": folders},
+        env={**os.environ, **IMPORT_PATHS, "PATH": folders},
         capture_output=True,
         text=True,
         check=False,
     )
-    return support.Outcome(done.returncode, done.stdout, done.stderr)
+    return Outcome(done.returncode, done.stdout, done.stderr)
 
 
 def test_pictures_are_small_and_free_of_paths() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from dflash_testing import checkpoints as support
 from dflash_testing.added_files import rule_table_with, run_with
+from dflash_testing.command_line import Outcome, invoke
 
 ENGINE = '''
 """Toy: its releases, its serve command, its rule and its dialect."""
@@ -116,7 +117,7 @@ class TestEngine:
         (folder / "toy.py").write_text(ENGINE)
         return folder
 
-    def toy(self, folder: Path, *args: object) -> support.Outcome:
+    def toy(self, folder: Path, *args: object) -> Outcome:
         return run_with("dflash_cli.engines", folder, *args)
 
     def report(self, folder: Path, *args: object, code: int = 0) -> Any:
@@ -201,7 +202,7 @@ class TestRule:
         (folder / "names.py").write_text(RULE)
         return folder
 
-    def rule(self, folder: Path, *args: object) -> support.Outcome:
+    def rule(self, folder: Path, *args: object) -> Outcome:
         return run_with("dflash_cli.rules.themes", folder, *args)
 
     def test_it_runs(self, folder: Path, tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ class TestRule:
         outcome = self.rule(folder, "validate", draft, "--json")
         (found,) = [item for item in json.loads(outcome.out)["findings"] if item["id"] == "TOY02"]
         assert (found["severity"], found["location"]) == ("warning", "config.json:toy")
-        assert "TOY02" not in support.invoke("validate", draft).out
+        assert "TOY02" not in invoke("validate", draft).out
 
     def test_its_copy_is_corrected(self, folder: Path, tmp_path: Path) -> None:
         draft, out = support.make_native(tmp_path / "draft", toy=1), tmp_path / "out"

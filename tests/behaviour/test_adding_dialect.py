@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dflash_cli.diagnosis import alternatives
-from dflash_testing import checkpoints as support
 from dflash_testing.added_files import Change, check_location, check_return, converted_to, run, run_with
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import falsify
 from dflash_testing.searches import shorten_search
 
@@ -118,7 +118,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_it_is_listed_and_inspected(converted: Path) -> None:
-    assert "toy" in support.invoke("convert", "--help").out
+    assert "toy" in invoke("convert", "--help").out
     found, bundled = run("inspect", converted), run("inspect", "tiny")
     assert (found["dialect"], bundled["dialect"]) == ("toy", "native")
     assert found["config"] == bundled["config"]

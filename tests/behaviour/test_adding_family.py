@@ -26,6 +26,7 @@ from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_runtime.registry import Registry
 from dflash_testing import checkpoints as support
 from dflash_testing.added_files import run
+from dflash_testing.command_line import invoke
 from dflash_testing.refusals import refuses
 from dflash_testing.searches import shorten_search
 
@@ -248,7 +249,7 @@ def make_wrong_draft(path: Path) -> Path:
 def generate(tmp_path: Path, *options: object) -> dict[str, list[int]]:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [7, 3]}\n')
-    outcome = support.invoke(
+    outcome = invoke(
         "generate", "--prompts", prompts, "--output", "-", "-n", 9, "--ignore-eos", "--device", "cpu", *options
     )
     assert outcome.code == 0, outcome.err
@@ -282,7 +283,7 @@ def check_commands(
 
 def test_a_target_family_is_one_file(tmp_path: Path, add: Add) -> None:
     target = make_target(tmp_path / "target")
-    refused = support.invoke("generate", "hello", "--target", target, "-k", 0)
+    refused = invoke("generate", "hello", "--target", target, "-k", 0)
     assert refused.code == 5
     assert "toy" in refused.err
     add(dflash_runtime.models.families, TARGET)
@@ -321,7 +322,7 @@ def test_a_draft_family_is_one_file_and_a_dialect_that_names_it(
     add(dflash_runtime.models.families, TARGET)
     add(dflash_cli.formats, DIALECT)
     pair = ("--target", make_target(tmp_path / "target"), "--draft", make_draft(tmp_path / "draft", step))
-    refused = support.invoke("generate", "hello", *pair)
+    refused = invoke("generate", "hello", *pair)
     assert refused.code == 5
     assert "toy" in refused.err
     add(dflash_runtime.drafts, DRAFT)
@@ -356,7 +357,7 @@ def test_a_draft_of_another_family_is_not_converted_to_a_dialect_without_it(
     add(dflash_runtime.drafts, DRAFT)
     for source, dialect, family in (("toy", "native", "toy"), ("dflash", "toy", "dflash")):
         draft = make_draft(tmp_path / source, 1) if source == "toy" else support.make_native(tmp_path / source)
-        outcome = support.invoke("convert", draft, tmp_path / "out", "--to", dialect, *options)
+        outcome = invoke("convert", draft, tmp_path / "out", "--to", dialect, *options)
         assert (outcome.code, outcome.error_id, outcome.field) == (5, "other-family", "family")
         assert outcome.error is not None
         assert (outcome.error.path, outcome.error.found) == (draft / "config.json", family)
@@ -387,7 +388,7 @@ def test_a_field_of_a_family_that_its_dialect_loses_is_found(tmp_path: Path, add
     add(dflash_runtime.drafts, DRAFT)
     config = {"toy": {"ahead": 3, "taps": [0, 1], "of": support.SMALL.target_layers, "stride": 2, **BARE_SIZES}}
     draft = support.write_checkpoint(tmp_path / "draft", config, {"step": np.ones(1, dtype=np.float32)})
-    outcome = support.invoke("convert", draft, tmp_path / "out", "--to", "toy")
+    outcome = invoke("convert", draft, tmp_path / "out", "--to", "toy")
     assert outcome.code == 3
     assert "stride" in outcome.err
     assert not (tmp_path / "out").exists()

@@ -23,6 +23,7 @@ from dflash_runtime.models.target import family_config
 from dflash_runtime.models.target_loading import load_target
 from dflash_testing import checkpoints as support
 from dflash_testing.any_models import make_any
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import edit_config
 from dflash_testing.hosted_models import make_model
 from dflash_testing.pairs import placement
@@ -69,7 +70,7 @@ def test_inspect_says_whether_steps_are_captured(tmp_path: Path) -> None:
         make_any(tmp_path / kind, kind)
         answer = one_answer(tmp_path / kind)
         assert (answer.runtime, answer.host_read) == ("transformers", host_read)
-        assert answer.words in " ".join(support.invoke("inspect", tmp_path / kind).out.split())
+        assert answer.words in " ".join(invoke("inspect", tmp_path / kind).out.split())
         assert ("without CUDA graphs" in answer.words) == (host_read is not None)
         target = load_target(open_target(tmp_path / kind), placement(), "auto")
         assert isinstance(target, HostedTarget)
@@ -93,7 +94,7 @@ def test_an_encoder_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     support.write_checkpoint(tmp_path, json.loads((tmp_path / "config.json").read_text()), {})
     with refuses(UnsupportedError, "target-layers-not-found", field="model_type", found="bert"):
         load_target(open_target(tmp_path), placement(), "auto")
-    assert "runs here   refused: " in support.invoke("inspect", tmp_path).out
+    assert "runs here   refused: " in invoke("inspect", tmp_path).out
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from dflash_cli.terminal.safe_text import CONTROLS
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke, launch, run_main
 from dflash_testing.deadline import deadline
 from dflash_testing.families import dflash2_native, write_draft
 
@@ -179,7 +180,7 @@ class TestEachKind:
     def test_convert(self, case: Case, tmp_path: Path) -> None:
         case.make(tmp_path / "draft")
         path = tmp_path / "draft" if case.name != "absent" else tmp_path / "no such draft"
-        outcome = support.invoke("convert", path, tmp_path / "out", "--to", "speculators", "--target-name", "a/b")
+        outcome = invoke("convert", path, tmp_path / "out", "--to", "speculators", "--target-name", "a/b")
         assert outcome.code == case.code
         assert case.message in outcome.err
         assert not (tmp_path / "out").exists()
@@ -187,7 +188,7 @@ class TestEachKind:
     def test_validate(self, case: Case, tmp_path: Path) -> None:
         case.make(tmp_path / "draft")
         path = tmp_path / "draft" if case.name != "absent" else tmp_path / "no such draft"
-        outcome = support.invoke("validate", path)
+        outcome = invoke("validate", path)
         assert outcome.code == case.validate_code
         if case.code != 4:
             assert " error " in outcome.out
@@ -196,7 +197,7 @@ class TestEachKind:
         """Exit codes are mapped in main(), which the runner above goes around; twice in a process of its own."""
         case.make(tmp_path / "draft")
         path = tmp_path / "draft" if case.name != "absent" else tmp_path / "no such draft"
-        run = support.launch if case.name in ("absent", "pickle weights") else support.run_main
+        run = launch if case.name in ("absent", "pickle weights") else run_main
         outcome = run("convert", path, tmp_path / "out", "--to", "speculators", "--target-name", "a/b")
         assert outcome.code == case.code, outcome.err
         assert outcome.out == ""
@@ -209,11 +210,11 @@ class TestEachKind:
 def test_a_target_that_does_not_fit(tmp_path: Path) -> None:
     draft = support.make_native(tmp_path / "draft")
     target = support.make_target(tmp_path / "target", support.Shape(hidden=24, vocab=40, draft_vocab=40))
-    report = support.run_main("validate", draft, "--target", target, "--json")
+    report = run_main("validate", draft, "--target", target, "--json")
     assert report.code == 3
     errors = {item["id"] for item in json.loads(report.out)["findings"] if item["severity"] == "error"}
     assert {"P01", "P02"} <= errors
-    outcome = support.run_main(
+    outcome = run_main(
         "convert", draft, tmp_path / "out", "--to", "speculators", "--target", target, "--target-name", "a/b"
     )
     assert outcome.code == 3
@@ -223,7 +224,7 @@ def test_a_target_that_does_not_fit(tmp_path: Path) -> None:
 
 def test_a_target_that_is_a_draft(tmp_path: Path) -> None:
     draft = support.make_native(tmp_path / "draft")
-    outcome = support.invoke("validate", draft, "--target", draft)
+    outcome = invoke("validate", draft, "--target", draft)
     assert outcome.code == 5
     assert "is a draft, expected a target" in outcome.err
 
@@ -245,7 +246,7 @@ def test_the_same_absent_input_has_one_code_in_every_command(command: list[str],
         (tmp_path, f"{tmp_path / 'config.json'}: not found", f"checkpoints beneath it: {file.parent}"),
         (tmp_path / "absent", "absent: no such directory", "pass a directory, org/repo"),
     ):
-        done = support.run_main(*command, path, *rest)
+        done = run_main(*command, path, *rest)
         assert done.code == 4, done.err
         assert message in done.err
         assert f"hint: {hint}" in done.err
@@ -259,7 +260,7 @@ def test_a_missing_folder_of_an_output_has_one_code(option: str, tmp_path: Path)
         "--output": ["generate", "x", "--output", path],
         "out": ["convert", "tiny", path, "--to", "speculators", "--target-name", "a/b"],
     }.get(option, ["eval-acceptance", option, path])
-    done = support.run_main(*command)
+    done = run_main(*command)
     assert done.code == 2
     assert f"error: {tmp_path / 'absent'}: no such directory" in done.err.splitlines()
     assert not (tmp_path / "absent").exists()
@@ -283,7 +284,7 @@ def test_a_missing_folder_of_an_output_has_one_code(option: str, tmp_path: Path)
     ids=["no --to", "--to", "trtllm", "engine", "-n 0"],
 )
 def test_wrong_use_is_one_line(arguments: list[str], line: str) -> None:
-    done = support.run_main(*arguments)
+    done = run_main(*arguments)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(line)
     assert len([text for text in done.err.splitlines() if not text.startswith("hint: ")]) == 1
@@ -291,12 +292,12 @@ def test_wrong_use_is_one_line(arguments: list[str], line: str) -> None:
 
 @pytest.mark.parametrize("options", [["--device", "cuda:99"], ["--device", "meta"]])
 def test_hardware_that_is_not_there_is_unsupported(options: list[str]) -> None:
-    assert support.run_main("generate", "x", *options).code == 5
+    assert run_main("generate", "x", *options).code == 5
 
 
 def test_usage_errors_are_typers() -> None:
-    assert support.launch("validate").code == 2
-    assert support.launch("convert", "tiny", "out", "--to", "onnx").code == 2
+    assert launch("validate").code == 2
+    assert launch("convert", "tiny", "out", "--to", "onnx").code == 2
 
 
 HOSTILE = "x\nerror: forged\x1b]0;t\x07\x9b2J\u202e"
@@ -306,7 +307,7 @@ HOSTILE = "x\nerror: forged\x1b]0;t\x07\x9b2J\u202e"
 def test_names_of_a_checkpoint_forge_no_lines_and_no_escapes(command: tuple[str, ...], tmp_path: Path) -> None:
     changed = support.native_config(model_type=HOSTILE, verifier=HOSTILE, extra_key=HOSTILE)
     support.write_checkpoint(tmp_path, changed, {**support.body_arrays(), HOSTILE: np.ones(4, np.float32)})
-    outcome = support.run_main(command[0], tmp_path, *command[1:])
+    outcome = run_main(command[0], tmp_path, *command[1:])
     text = outcome.out + outcome.err
     assert "forged" in text
     assert not CONTROLS.search(text.replace("\n", ""))

@@ -9,6 +9,7 @@ import torch
 from dflash_cli.checkpoints.opening import open_target
 from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 
 PROMPT = '{"prompt_token_ids": [5, 6, 7]}\n'
 COMMANDS = {
@@ -26,7 +27,7 @@ def refused(command: str, folder: Path, *more: object) -> tuple[int, str | None]
     prompts = folder / "prompts.jsonl"
     prompts.write_text(PROMPT * 4)
     draft = ("--draft", folder / "draft") if command == "generate" else (folder / "draft",)
-    done = support.run_main(*COMMANDS[command], *draft, "--target", folder / "target", "--prompts", prompts, *more)
+    done = run_main(*COMMANDS[command], *draft, "--target", folder / "target", "--prompts", prompts, *more)
     return done.code, None if done.error is None else done.error.id
 
 

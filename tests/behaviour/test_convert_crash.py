@@ -18,6 +18,7 @@ from dflash_cli.conversion.plan import plan_conversion
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_runtime.errors import CapacityError, CheckpointError, DFlashError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import IMPORT_PATHS
 from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
 
@@ -108,7 +109,7 @@ def test_a_killed_run_leaves_the_old_or_the_new_one_whole(step: int, tmp_path: P
 def test_kills_at_random_moments(num_kills: int, tmp_path: Path) -> None:
     """The destination is whole or absent after each kill. The next run names the remains beside it."""
     arguments = [sys.executable, "-m", "dflash_testing.killing", str(tmp_path), str(num_kills), "7"]
-    paths = [*support.IMPORT_PATHS["PYTHONPATH"].split(os.pathsep), str(ROOT / "tests" / "helpers")]
+    paths = [*IMPORT_PATHS["PYTHONPATH"].split(os.pathsep), str(ROOT / "tests" / "helpers")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(arguments, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr

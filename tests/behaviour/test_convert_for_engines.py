@@ -13,6 +13,7 @@ from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import Outcome, invoke
 
 SLIDING = support.Shape(windows=(16, 16))
 MIXED = support.Shape(windows=(16, None))
@@ -37,7 +38,7 @@ def test_style_flags_are_written_only_if_every_reader_follows_them(
     source = support.write_checkpoint(tmp_path / "source", config, support.body_arrays())
     for item in writable_formats("dflash"):
         out = tmp_path / item.name
-        outcome = support.invoke("convert", source, out, "--to", item.name, "--target-name", "acme/target")
+        outcome = invoke("convert", source, out, "--to", item.name, "--target-name", "acme/target")
         assert outcome.code == (0 if item.name in keeping else 5), outcome.err
         if item.name not in keeping:
             assert f"{key} {json.dumps(value)}" in outcome.err
@@ -51,12 +52,12 @@ def test_style_flags_are_written_only_if_every_reader_follows_them(
             assert verdict.outcome == "serves"
     config = {**support.native_config(), key: not value}
     harmless = support.write_checkpoint(tmp_path / "harmless", config, support.body_arrays())
-    assert support.invoke("convert", harmless, tmp_path / "out", "--to", "native").code == 0
+    assert invoke("convert", harmless, tmp_path / "out", "--to", "native").code == 0
 
 
-def convert(path: Path, to: str, *more: str) -> tuple[support.Outcome, dict[str, Any]]:
+def convert(path: Path, to: str, *more: str) -> tuple[Outcome, dict[str, Any]]:
     out = path.parent / "out"
-    outcome = support.invoke("convert", path, out, "--to", to, *more)
+    outcome = invoke("convert", path, out, "--to", to, *more)
     return outcome, json.loads((out / "config.json").read_text()) if outcome.code == 0 else {}
 
 

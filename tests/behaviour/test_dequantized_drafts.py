@@ -12,6 +12,7 @@ from torch import Tensor
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_kernels.fp8.fp8_weight import FP8
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import edit_config, edit_tensors
 
 SHAPE = support.Shape(hidden=64, inner=96, layers=2, heads=2, kv_heads=1, head_dim=32, windows=(None, None))
@@ -73,7 +74,7 @@ def write_draft(folder: Path, form: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_draft_in_fp8_becomes_plain(form: str, tmp_path: Path) -> None:
     meant, out = write_draft(tmp_path / "source", form), tmp_path / "out"
-    outcome = support.invoke("convert", tmp_path / "source", out, "--to", "native", "--dequantize", "--json")
+    outcome = invoke("convert", tmp_path / "source", out, "--to", "native", "--dequantize", "--json")
     assert outcome.code == 0, outcome.err
     draft = open_draft(out)
     assert draft.quantization is None
@@ -87,14 +88,14 @@ def test_a_draft_in_fp8_becomes_plain(form: str, tmp_path: Path) -> None:
 def test_a_dialect_without_fp8_takes_the_plain_numbers(tmp_path: Path) -> None:
     write_draft(tmp_path / "source", "block")
     args = ("convert", tmp_path / "source", tmp_path / "out", "--to", "speculators", "--target-name", "org/model")
-    outcome = support.invoke(*args)
+    outcome = invoke(*args)
     assert (outcome.code, outcome.error_id) == (5, "quantised-weights")
-    assert support.invoke(*args, "--dequantize").code == 0
+    assert invoke(*args, "--dequantize").code == 0
 
 
 def test_a_missing_scale_is_malformed(tmp_path: Path) -> None:
     write_draft(tmp_path / "source", "block")
     edit_tensors(tmp_path / "source", **{"fc.weight_scale_inv": None})
-    outcome = support.invoke("convert", tmp_path / "source", tmp_path / "out", "--to", "native", "--dequantize")
+    outcome = invoke("convert", tmp_path / "source", tmp_path / "out", "--to", "native", "--dequantize")
     assert (outcome.code, outcome.error_id) == (3, "scale-missing")
     assert not (tmp_path / "out").exists()

@@ -25,6 +25,7 @@ from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_testing import checkpoints as support
 from dflash_testing import dialects
+from dflash_testing.command_line import invoke
 from dflash_testing.dialects import named_dialect
 from dflash_testing.paths import ROOT
 
@@ -207,12 +208,12 @@ def test_a_key_without_a_home_is_left_out_only_on_demand(name: str, tmp_path: Pa
     """A key that only this dialect's top level has may be a part of the draft. Null states nothing."""
     source = support.make_speculators(tmp_path / "source", num_target_layers=4, future_setting=2, max_anchors=9, x=None)
     args = ("convert", source, tmp_path / "out", "--to", name)
-    refused = support.invoke(*args)
+    refused = invoke(*args)
     assert (refused.code, refused.error_id, refused.field) == (5, "keys-lost", "future_setting")
     assert refused.error is not None
     assert refused.error.found == ("future_setting",)
     assert not (tmp_path / "out").exists()
-    assert "keys-lost" in support.invoke(*args, "--allow-lossy").notices
+    assert "keys-lost" in invoke(*args, "--allow-lossy").notices
 
 
 @pytest.mark.parametrize("scale", [None, 1.0, 4.0])
@@ -222,7 +223,7 @@ def test_an_embedding_scale_keeps_its_meaning(scale: float | None, tmp_path: Pat
     stated: dict[str, Any] = {} if scale is None else {"input_embedding_scale": scale}
     source = support.make_native(tmp_path / "source", **stated)
     args = ("convert", source, tmp_path / "out", "--to", "speculators", "--target", target, "--target-name", "a/b")
-    outcome = support.invoke(*args)
+    outcome = invoke(*args)
     if scale != 1.0:
         assert (outcome.code, outcome.error_id, outcome.field) == (5, "scale-ignored", "input_embedding_scale")
         return
@@ -263,7 +264,7 @@ def test_direction(origin: str, name: str, tmp_path: Path) -> None:
     shape = support.REDUCED if "reduced" in origin else support.SMALL
     extra = support.reduced_arrays(shape, support.target_arrays(shape)) if "reduced" in origin else {}
     source = support.write_checkpoint(tmp_path / "source", config, {**support.body_arrays(shape), **extra})
-    outcome = support.invoke("convert", source, tmp_path / "out", "--to", name, "--target-name", "acme/target")
+    outcome = invoke("convert", source, tmp_path / "out", "--to", name, "--target-name", "acme/target")
     named = REFUSED.get((origin, name))
     if named is not None:
         assert outcome.code == 5

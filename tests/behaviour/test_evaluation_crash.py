@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import IMPORT_PATHS
 
 OPTIONS = ["--num-prompts", "8", "-n", "12", "--concurrency", "2", "--num-resamples", "0", "--json"]
 HELPERS = [path for path in sys.path if Path(path, "dflash_testing").is_dir()]
@@ -89,7 +89,7 @@ def partial(home: Path) -> set[str]:
 def test_no_answer_is_lost_whenever_it_is_killed(num_kills: int, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, __file__, str(num_kills), "0", tmp_path],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([support.IMPORT_PATHS["PYTHONPATH"], *HELPERS])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([IMPORT_PATHS["PYTHONPATH"], *HELPERS])},
         capture_output=True,
         text=True,
         check=False,

@@ -15,6 +15,7 @@ from dflash_cli.formats.dialect import ParsedConfig
 from dflash_cli.formats.unserved import refuse_unserved
 from dflash_runtime.errors import LossyConversion, UnsupportedError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.dialects import MIXED, automodel, mlx, model_optimizer, specforge, zlab, zlab_010
 from dflash_testing.refusals import refuses
 
@@ -152,7 +153,7 @@ class TestJetSpec:
         assert open_draft(sliding).parsed.notes == ()
 
     def test_is_not_converted_until_the_user_decides(self, tmp_path: Path) -> None:
-        outcome = support.invoke("convert", self.source(tmp_path), tmp_path / "out", "--to", "native")
+        outcome = invoke("convert", self.source(tmp_path), tmp_path / "out", "--to", "native")
         assert outcome.code == 5
         assert "dflash_config.causal" in outcome.err
         assert "--causality causal" in outcome.err
@@ -160,7 +161,7 @@ class TestJetSpec:
     @pytest.mark.parametrize(("choice", "is_causal"), [("causal", True), ("non-causal", False)])
     def test_the_choice_is_written_in_both_places(self, tmp_path: Path, choice: str, is_causal: bool) -> None:
         source = self.source(tmp_path)
-        outcome = support.invoke("convert", source, tmp_path / "out", "--to", "native", "--causality", choice)
+        outcome = invoke("convert", source, tmp_path / "out", "--to", "native", "--causality", choice)
         assert outcome.code == 0, outcome.err
         written = open_draft(tmp_path / "out")
         assert written.config.causal == (is_causal, is_causal)
@@ -187,13 +188,13 @@ class TestOverride:
     def test_no_key_of_the_exporter_overrules_the_choice(self, tmp_path: Path) -> None:
         """Mixed layers leave causality unstated, so the result must not look like an export of SpecForge."""
         source = support.write_checkpoint(tmp_path / "source", specforge(), support.body_arrays())
-        outcome = support.invoke("convert", source, tmp_path / "out", "--to", "native", "--causality", "layer-types")
+        outcome = invoke("convert", source, tmp_path / "out", "--to", "native", "--causality", "layer-types")
         assert outcome.code == 0, outcome.err
         assert open_draft(tmp_path / "out").config.causal == (True, False)
 
     def test_what_the_result_cannot_state_is_still_refused(self, tmp_path: Path) -> None:
         path = support.make_native(tmp_path / "draft")
-        outcome = support.invoke(
+        outcome = invoke(
             "convert", path, tmp_path / "out", "--to", "speculators", "--target-name", "a/b", "--causality", "causal"
         )
         assert outcome.code == LossyConversion.exit_code

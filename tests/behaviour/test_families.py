@@ -28,6 +28,7 @@ from dflash_runtime.models.weights import stack_projections
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.pairs import (
     CPU,
     DenseAttention,
@@ -315,7 +316,7 @@ def test_the_command_line_runs_it(tmp_path: Path) -> None:
     prompts.write_text('{"prompt_token_ids": [7, 3, 5]}\n')
     draft = support.make_native(tmp_path / "draft", shape)
     pair = ("-d", draft, "-t", family.path, "--device", "cpu")
-    outcome = support.invoke(
+    outcome = invoke(
         "generate", "--prompts", prompts, "--output", "-", "-n", 9, "--ignore-eos", "--check-lossless", *pair
     )
     assert outcome.code == 0, outcome.err
@@ -347,7 +348,7 @@ class TestRefused:
         with refuses(UnsupportedError, "target-not-run", field="model_type", found="llama") as refused:
             load_target(open_target(path), Placement(CPU, torch.float32, REFERENCE, 256))
         assert "text_config" in refused.value.message
-        outcome = support.invoke("generate", "x", "-t", path, "-k", 0, "-n", 2, "--target-runtime", "native")
+        outcome = invoke("generate", "x", "-t", path, "-k", 0, "-n", 2, "--target-runtime", "native")
         assert outcome.code == 5, outcome.err
         assert refused.value.message in outcome.err
 

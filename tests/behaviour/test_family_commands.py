@@ -8,6 +8,7 @@ import pytest
 
 from dflash_testing import checkpoints as support
 from dflash_testing.checkpoints import REDUCED, SMALL, Shape
+from dflash_testing.command_line import Outcome, invoke
 from dflash_testing.families import FAMILIES, write_draft
 
 ENGINES = "vllm,sglang,llama.cpp,transformers"
@@ -33,9 +34,9 @@ class Pair:
         self.prompts = folder / "prompts.jsonl"
         self.prompts.write_text("".join(f'{{"prompt_token_ids": [4, 5, 6, {last}]}}\n' for last in (7, 8, 9)))
 
-    def run(self, command: str, *words: object, draft: object = None) -> support.Outcome:
+    def run(self, command: str, *words: object, draft: object = None) -> Outcome:
         which = () if draft == "none" else ("-d", draft or self.draft)
-        done = support.invoke(command, *which, "-t", self.target, "-p", self.prompts, *words)
+        done = invoke(command, *which, "-t", self.target, "-p", self.prompts, *words)
         assert done.code == 0, done.err
         return done
 
@@ -46,7 +47,7 @@ class Pair:
 
 def converted(pair: Pair, to: str) -> Path:
     out = pair.folder / to
-    done = support.invoke("convert", pair.draft, out, "--to", to, "--target", pair.target, "--target-name", "acme/t")
+    done = invoke("convert", pair.draft, out, "--to", to, "--target", pair.target, "--target-name", "acme/t")
     assert done.code == 0, done.err
     return out
 
@@ -69,7 +70,7 @@ def test_every_head_in_both_layouts(kind: str, layout: bool, tmp_path: Path) -> 
     assert [row["token_ids"] for row in own] == [row["token_ids"] for row in pair.rows("-k", 0, draft="none")]
     other = pair.rows(draft=converted(pair, "speculators"))
     assert [row["acceptance_lengths"] for row in other] == [row["acceptance_lengths"] for row in own]
-    described = json.loads(support.invoke("inspect", pair.draft, "--json").out)["config"]
+    described = json.loads(invoke("inspect", pair.draft, "--json").out)["config"]
     assert (described["num_draft_tokens"], described["markov"]["head_type"]) == (4 if layout else 3, kind)
 
 
@@ -89,7 +90,7 @@ def test_acceptance_is_measured(name: str, tmp_path: Path) -> None:
 def test_a_right_draft_has_no_finding_at_any_level(name: str, tmp_path: Path) -> None:
     pair = Pair(tmp_path, name)
     for level in ("headers", "weights"):
-        done = support.invoke("validate", pair.draft, "--target", pair.target, "--level", level, "--json")
+        done = invoke("validate", pair.draft, "--target", pair.target, "--level", level, "--json")
         assert done.code == 0, done.out
         findings = json.loads(done.out)["findings"]
         assert [item for item in findings if item["severity"] != "info" and item["id"] != "N33"] == []
@@ -98,7 +99,7 @@ def test_a_right_draft_has_no_finding_at_any_level(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", FAMILIES)
 def test_engines_that_serve_it_get_a_command(name: str, tmp_path: Path) -> None:
     pair = Pair(tmp_path, name)
-    report = json.loads(support.invoke("validate", pair.draft, "-t", pair.target, "--engine", ENGINES, "--json").out)
+    report = json.loads(invoke("validate", pair.draft, "-t", pair.target, "--engine", ENGINES, "--json").out)
     verdicts = {item["engine"].split()[0]: item["outcome"] for item in report["verdicts"]}
     assert {engine for engine, outcome in verdicts.items() if outcome == "serves"} == SERVED[name]
     assert {engine for engine, outcome in verdicts.items() if outcome == "stops"} == verdicts.keys() - SERVED[name]
@@ -112,12 +113,12 @@ def test_engines_that_serve_it_get_a_command(name: str, tmp_path: Path) -> None:
     if method == "dspark":  # SGLang stops if this option is absent and the config's block_size is another number
         words["sglang"] += (f"--speculative-dspark-block-size {number}",)
     for engine in SERVED[name]:
-        done = support.invoke("serve-command", pair.draft, "--target", pair.target, "--engine", engine)
+        done = invoke("serve-command", pair.draft, "--target", pair.target, "--engine", engine)
         assert done.code == 0, done.err
         assert all(word in done.out for word in words[engine]), done.out
-    smaller = support.invoke("serve-command", pair.draft, "--target", pair.target, "--engine", "vllm", "-k", 2)
+    smaller = invoke("serve-command", pair.draft, "--target", pair.target, "--engine", "vllm", "-k", 2)
     assert '"num_speculative_tokens": 2' in smaller.out
-    larger = support.invoke("serve-command", pair.draft, "--target", pair.target, "--engine", "vllm", "-k", number + 1)
+    larger = invoke("serve-command", pair.draft, "--target", pair.target, "--engine", "vllm", "-k", number + 1)
     assert (larger.code, larger.error_id) == (2, "too-many-drafts")
 
 
@@ -133,7 +134,7 @@ def test_engines_that_serve_it_get_a_command(name: str, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_release_of_vllm_serves_what_its_code_has(name: str, release: str, outcome: str, tmp_path: Path) -> None:
     pair = Pair(tmp_path, name)
-    done = support.invoke("validate", pair.draft, "-t", pair.target, "--engine", f"vllm@{release}", "--json")
+    done = invoke("validate", pair.draft, "-t", pair.target, "--engine", f"vllm@{release}", "--json")
     (verdict,) = json.loads(done.out)["verdicts"]
     assert verdict["outcome"] == outcome, done.out
 
@@ -146,8 +147,8 @@ def test_a_corrected_copy_states_every_key_where_engines_look(tmp_path: Path) ->
     config["dflash_config"] |= {key: config.pop(key) for key in keys}
     draft = write_draft(tmp_path / "draft", config)
     target, out = support.make_target(tmp_path / "target"), tmp_path / "out"
-    before = support.invoke("validate", draft, "-t", target, "--engine", "vllm,sglang", "--json")
+    before = invoke("validate", draft, "-t", target, "--engine", "vllm,sglang", "--json")
     assert {item["outcome"] for item in json.loads(before.out)["verdicts"]} == {"stops"}
-    support.invoke("validate", draft, "-t", target, "--engine", "vllm,sglang", "--fix-out", out)
-    after = support.invoke("validate", out, "-t", target, "--engine", "vllm,sglang", "--json")
+    invoke("validate", draft, "-t", target, "--engine", "vllm,sglang", "--fix-out", out)
+    after = invoke("validate", out, "-t", target, "--engine", "vllm,sglang", "--json")
     assert {item["outcome"] for item in json.loads(after.out)["verdicts"]} == {"serves"}, after.out

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import edit_config
 from dflash_testing.rule_cases.base import Case, build, nothing
 from dflash_testing.rule_cases.collected import CASES
@@ -39,7 +40,7 @@ def settings(case: Case) -> list[str]:
 def find(draft: Path, case: Case, target: Path | None) -> list[dict[str, str]]:
     """The findings of the case's rule."""
     against = ["--target", str(target)] if target is not None else []
-    outcome = support.invoke("validate", draft, *against, *settings(case))
+    outcome = invoke("validate", draft, *against, *settings(case))
     if outcome.code == 4:  # there is no report on a directory without a config
         assert (case.rule, case.location) == ("S19", "config.json")
         assert "config.json: not found" in outcome.err
@@ -62,7 +63,7 @@ def test_a_fix_that_is_a_command_fixes(case: Case, tmp_path: Path, monkeypatch: 
         out = tmp_path / f"{case.name}-{number}-fixed"
         words = [str(out) if word == f"{case.name}-fixed" else word for word in words]
         is_mending = str(out) in words
-        outcome = support.invoke(*words)
+        outcome = invoke(*words)
         if words[0] in ("inspect", "serve-command"):
             assert outcome.code == 0 or (words[0], outcome.code, case.rule) == ("inspect", 5, "C01"), outcome.err
             continue
@@ -80,6 +81,6 @@ def test_a_copy_that_names_another_target_mends_no_training(rule: str, tmp_path:
     draft, target = build(case, tmp_path / case.name), write_target(case, tmp_path)
     edit_config(draft, sliding_window_non_causal=False)
     command = ("validate", draft, "--target", target, "-e", "vllm", "--fix-out", tmp_path / "out", "--json")
-    document = json.loads(support.invoke(*command).out)
+    document = json.loads(invoke(*command).out)
     assert {rule, "C20"} <= {item["id"] for item in document["findings"]}
     assert document["repaired"]["fixed"] == ["C20"]

@@ -31,7 +31,7 @@ from dflash_runtime.kv_transfer.handoff import TARGET_PAGES
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.gpu import gpu_llm
 from dflash_testing.handoffs import go_on, hand_off, traces
 from dflash_testing.hybrid_pair import hybrid_draft, hybrid_prompts, hybrid_target
@@ -342,9 +342,9 @@ def test_what_if_writes_the_text_of_a_run_in_fp8() -> None:
 def test_a_dump_in_fp8_is_replayed_with_the_steps_of_its_run(tmp_path: Path) -> None:
     common = ("--device", "cpu", "--kv-dtype", "fp8", "--num-prompts", "3", "--max-new-tokens", "24")
     dump = str(tmp_path / "dump")
-    run = support.run_main("eval-acceptance", TINY, *common, "--json")
-    support.run_main("dump", TINY, "--taps-from", TINY, *common, "--output", dump)
-    told = support.run_main(
+    run = run_main("eval-acceptance", TINY, *common, "--json")
+    run_main("dump", TINY, "--taps-from", TINY, *common, "--output", dump)
+    told = run_main(
         "eval-acceptance", TINY, "--mode", "replay", "--dump", dump, "--head-from", TINY, *common[:4], "--json"
     )
     wanted, found = json.loads(run.out), json.loads(told.out)

@@ -22,6 +22,7 @@ from dflash_runtime.checkpoint.stored.gguf import GgufHeader
 from dflash_runtime.checkpoint.stored.gguf_files import read_gguf
 from dflash_testing import checkpoints as support
 from dflash_testing import gguf_files
+from dflash_testing.command_line import invoke
 from dflash_testing.paths import ROOT
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "gguf_file.json").read_text(encoding="utf-8"))
@@ -49,7 +50,7 @@ def golden_native(folder: Path) -> Path:
 
 
 def convert(source: Path, out: Path, to: str, *more: str | Path) -> Path:
-    outcome = support.invoke("convert", source, out, "--to", to, *more)
+    outcome = invoke("convert", source, out, "--to", to, *more)
     assert outcome.code == 0, outcome.err
     return out
 
@@ -125,7 +126,7 @@ def test_there_and_back_keeps_every_field_key_and_byte(tmp_path: Path) -> None:
         back = convert(there, tmp_path / f"back{at}", "native")
         before, after = open_draft(source), open_draft(back)
         assert differing_fields(before.config, open_draft(there).config) == []
-        described = json.loads(support.invoke("inspect", there, "--json").out)
+        described = json.loads(invoke("inspect", there, "--json").out)
         assert not [key for key in described["carried"] if "rope" in key]
         assert differing_fields(before.config, after.config) == []
         assert {**after.parsed.carried, **before.parsed.carried} == after.parsed.carried
@@ -160,7 +161,7 @@ def test_a_draft_that_llama_cpp_would_compute_otherwise_is_refused(
     shape: support.Shape, changes: dict[str, Any], id: str, field: str | None, tmp_path: Path
 ) -> None:
     source = support.make_native(tmp_path / "source", shape, **changes)
-    outcome = support.invoke("convert", source, tmp_path / "out", "--to", "gguf")
+    outcome = invoke("convert", source, tmp_path / "out", "--to", "gguf")
     assert (outcome.code, outcome.error_id) == (5, id), outcome.err
     assert field is None or outcome.field == field
     assert not (tmp_path / "out").exists()
@@ -201,10 +202,10 @@ def test_quantised_matrices_become_the_numbers_they_stand_for(kind: int, tmp_pat
     path = gguf_files.write(tmp_path / "draft.gguf", gguf_files.metadata(WIDE), stored)
     target = support.make_target(tmp_path / "target", WIDE)
     args = ("convert", path, tmp_path / "out", "--to", "native", "--target", target)
-    assert (support.invoke(*args).error_id, (tmp_path / "out").exists()) == ("quantised-weights", False)
+    assert (invoke(*args).error_id, (tmp_path / "out").exists()) == ("quantised-weights", False)
     report = validate_draft(ValidationPlan(draft=path, target=target, target_reference=str(target), level="weights"))
     assert [item.id for item in report.findings if item.severity == "error"] == []
-    assert support.invoke(*args, "--dequantize", "--verify", "logits").code == 0
+    assert invoke(*args, "--dequantize", "--verify", "logits").code == 0
     written = load_file(tmp_path / "out" / "model.safetensors")
     for name, values in meant.items():
         kept = torch.from_numpy(np.asarray(values, dtype=np.float64))
@@ -223,9 +224,9 @@ def test_a_type_that_only_the_package_gguf_unpacks_is_refused_without_it(
     stored = gguf_files.tensors(support.body_arrays(shape))
     stored[name] = ((256, 256), gguf_files.Q4_K, bytes(256 * 144))
     path = gguf_files.write(tmp_path / "draft.gguf", gguf_files.metadata(shape), stored)
-    inspected = support.invoke("inspect", path, "--json")
+    inspected = invoke("inspect", path, "--json")
     assert (inspected.code, json.loads(inspected.out)["dtypes"]) == (0, {"F32": 24, "Q4_K": 1})
-    outcome = support.invoke("convert", path, tmp_path / "out", "--to", "native", "--dequantize")
+    outcome = invoke("convert", path, tmp_path / "out", "--to", "native", "--dequantize")
     assert outcome.error_id == "type-needs-gguf"
 
 
@@ -236,7 +237,7 @@ def test_the_tokenizer_of_the_target_is_copied_byte_for_byte(tmp_path: Path) -> 
         {},
     )
     source = support.make_native(tmp_path / "source")
-    bare = support.invoke("convert", source, tmp_path / "bare", "--to", "gguf")
+    bare = invoke("convert", source, tmp_path / "bare", "--to", "gguf")
     assert (bare.code, "no-tokenizer" in bare.notices) == (0, True)
     out = convert(source, tmp_path / "out", "gguf", "--tokenizer", model)
     expected, found = entries(read_gguf(model)), entries(read_gguf(out / "draft.gguf"))
@@ -262,7 +263,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tokens: int | None, to: str, i
     if tokens is not None:
         gguf_files.write(model, gguf_files.metadata(support.Shape(vocab=tokens)), {})
     source = support.make_native(tmp_path / "source")
-    outcome = support.invoke("convert", source, tmp_path / "out", "--to", to, "--tokenizer", model)
+    outcome = invoke("convert", source, tmp_path / "out", "--to", to, "--tokenizer", model)
     assert (outcome.code, outcome.error_id, outcome.field) == (2, id, "--tokenizer")
 
 
@@ -279,7 +280,7 @@ def test_llama_cpp_stops_at_a_missing_tensor(tmp_path: Path) -> None:
     stored = gguf_files.tensors()
     del stored["blk.1.attn_v.weight"]
     path = gguf_files.write(tmp_path / "draft.gguf", gguf_files.metadata(), stored)
-    outcome = support.invoke("validate", path, "--engine", "llama.cpp", "--json")
+    outcome = invoke("validate", path, "--engine", "llama.cpp", "--json")
     found = {item["id"] for item in json.loads(outcome.out)["findings"]}
     assert {"N01", "S32"} <= found
 
@@ -292,7 +293,7 @@ def test_llama_cpp_serves_the_file_without_a_conversion(is_folder: bool, tmp_pat
     if is_folder:
         draft.mkdir()
         path = path.rename(draft / path.name)
-    outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "llama.cpp")
+    outcome = invoke("serve-command", draft, "--target", target, "--engine", "llama.cpp")
     assert outcome.code == 0, outcome.err
     assert f"llama-server -m target.gguf -md {path} --spec-type draft-dflash --spec-draft-n-max 3" in outcome.out
     assert outcome.out.count("convert_hf_to_gguf.py") == 1
@@ -300,7 +301,7 @@ def test_llama_cpp_serves_the_file_without_a_conversion(is_folder: bool, tmp_pat
 
 def test_a_gguf_draft_is_not_a_target(tmp_path: Path) -> None:
     draft = gguf_files.make_gguf(tmp_path / "draft.gguf")
-    outcome = support.invoke("validate", "tiny", "--target", draft)
+    outcome = invoke("validate", "tiny", "--target", draft)
     assert (outcome.code, outcome.error_id) == (5, "draft-as-target")
 
 
@@ -310,7 +311,7 @@ def test_a_gguf_draft_is_not_a_target(tmp_path: Path) -> None:
 )
 def test_other_families_in_gguf_are_refused_by_name(change: dict[str, Any], name: str, tmp_path: Path) -> None:
     path = gguf_files.make_gguf(tmp_path / "draft.gguf", **change)
-    outcome = support.invoke("convert", path, tmp_path / "out", "--to", "native")
+    outcome = invoke("convert", path, tmp_path / "out", "--to", "native")
     assert (outcome.code, outcome.error_id) == (5, "relative-of-dflash"), outcome.err
     (finding,) = validate_draft(ValidationPlan(draft=path)).findings
     assert (finding.id, validate_draft(ValidationPlan(draft=path)).dialect) == ("C01", name)

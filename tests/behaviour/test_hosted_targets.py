@@ -15,6 +15,7 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.hosted_models import BODY, DEFAULT, SERVED, KnowingDraft, Known, host, make_model, plain_text
 from dflash_testing.pairs import (
     bundled_llm,
@@ -154,7 +155,7 @@ def run(command: str, pair: tuple[object, ...], *options: object, code: int = 0)
     """Return the document that a command prints about a pair, and its lines on stderr."""
     draft, *rest = pair
     named = ("--draft", draft) if command == "generate" else (draft,)
-    outcome = support.invoke(command, *named, *rest, *options, "--json")
+    outcome = invoke(command, *named, *rest, *options, "--json")
     assert outcome.code == code, outcome.err
     document: dict[str, Any] = json.loads(outcome.out)
     return document, outcome.err
@@ -192,6 +193,6 @@ class TestLabels:
 
     def test_the_native_runtime_refuses_it(self, pair: tuple[object, ...]) -> None:
         draft, *rest = pair
-        outcome = support.invoke("eval-acceptance", draft, *rest, "--target-runtime", "native")
+        outcome = invoke("eval-acceptance", draft, *rest, "--target-runtime", "native")
         assert outcome.code == 5
         assert "olmoe" in outcome.err

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.hybrid_pair import HYBRID_PAIR
 
 DRAFT, TARGET, PROMPTS = (HYBRID_PAIR / name for name in ("draft", "target", "prompts.jsonl"))
@@ -18,7 +18,7 @@ NUM_TOKENS = 24
 
 
 def run(*arguments: object, code: int = 0) -> dict[str, Any]:
-    outcome = support.invoke(*arguments, "--json")
+    outcome = invoke(*arguments, "--json")
     assert outcome.code == code, outcome.err
     document: dict[str, Any] = json.loads(outcome.out)
     return document
@@ -83,7 +83,7 @@ def test_an_evaluation_is_resumed(evaluated: tuple[dict[str, Any], Path], tmp_pa
 def test_a_run_with_other_recurrent_rows_is_not_resumed(evaluated: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(evaluated[1].read_bytes())
-    outcome = support.invoke(
+    outcome = invoke(
         "eval-acceptance", *PAIR, *FEW, "-n", NUM_TOKENS, "--output", rows, "--resume", "--recurrent-rows", "at-once"
     )
     assert outcome.code == 2

@@ -14,6 +14,7 @@ from dflash_runtime.device.storage.kv import KVCache, PagedAttention
 from dflash_runtime.drafts.dflash import DFlashDraft
 from dflash_runtime.models.weights import stack_projections
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.pairs import placement, random_target
 
 CONTEXT, BLOCK, MASK = 37, 6, 31
@@ -36,7 +37,7 @@ def test_a_saved_assistant_is_sound_and_converts_to_the_same_model(tmp_path: Pat
     out = tmp_path / "out"
     shape = replace(support.SMALL, vocab=target.config.vocab_size, hidden=target.config.hidden_size, target_layers=8)
     written = support.make_target(tmp_path / "target", shape)
-    done = support.invoke("convert", tmp_path / "draft", out, "--to", "native", "--target", written)
+    done = invoke("convert", tmp_path / "draft", out, "--to", "native", "--target", written)
     assert done.code == 0, done.err
 
     config = open_draft(out).config

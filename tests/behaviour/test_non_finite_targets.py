@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.stored import non_finite
 from dflash_runtime.checkpoint.stored.files import Checkpoint
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.quantised_models import FP8, pack_blocks, quantise
 
 MALFORMED = 3
@@ -42,7 +42,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nan_is_a_malformed_target(command: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("times.json").write_text('{"plain": {"1": 2.0}, "resized": {"7": {"1": 3.0}}}')
-    done = support.run_main(*COMMANDS[command], target)
+    done = run_main(*COMMANDS[command], target)
     assert done.code == MALFORMED, done
     assert f"{target / 'model.safetensors'}: the target gave non-finite logits" in done.err
     assert "model.norm.weight holds NaN" in done.err
@@ -57,7 +57,7 @@ def test_nan_in_a_native_target_of_fp8(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [3, 4, 5]}\n')
-    done = support.run_main("generate", "-k", "0", "-n", "4", "--target", path, "-p", prompts)
+    done = run_main("generate", "-k", "0", "-n", "4", "--target", path, "-p", prompts)
     assert done.code == MALFORMED, done
     assert f"{name} holds NaN" in done.err
 
@@ -87,6 +87,6 @@ def test_weights_that_overflow_in_the_run(tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 1e38)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    done = support.run_main(*COMMANDS["generate"], path)
+    done = run_main(*COMMANDS["generate"], path)
     assert done.code == MALFORMED, done
     assert "the weights are finite" in done.err

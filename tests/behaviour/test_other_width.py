@@ -11,6 +11,7 @@ import pytest
 from dflash_cli.checkpoints.opening import open_draft
 from dflash_runtime.errors import TensorMismatch
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 
 SHAPE = replace(support.SMALL, hidden=24)
 TARGET_WIDTH = 16
@@ -32,7 +33,7 @@ def make(path: Path, *, owned: bool = True, width: int = TARGET_WIDTH) -> Path:
 
 def test_it_is_sound_and_runs(target: Path, tmp_path: Path) -> None:
     draft = make(tmp_path / "dflash-draft")
-    outcome = support.invoke("validate", draft, "--target", target, "--engine", "vllm", "--level", "weights")
+    outcome = invoke("validate", draft, "--target", target, "--engine", "vllm", "--level", "weights")
     assert outcome.code == 0, outcome.out
     assert "lm_head" not in outcome.out
     prompts = tmp_path / "prompts.jsonl"
@@ -40,7 +41,7 @@ def test_it_is_sound_and_runs(target: Path, tmp_path: Path) -> None:
     ids = []
     for plain in ((), ("-k", 0)):
         args = ("generate", "-d", draft, "-t", target, "-p", prompts, "-o", "-", "-n", 6, "--ignore-eos", *plain)
-        ran = support.invoke(*args)
+        ran = invoke(*args)
         assert ran.code == 0, ran.err
         ids.append(json.loads(ran.out)["token_ids"])
     assert len(ids[0]) == 6
@@ -55,7 +56,7 @@ def test_without_its_own_weights_it_is_refused(target: Path, tmp_path: Path) -> 
     with pytest.raises(TensorMismatch) as refused:
         open_draft(draft).select_tensors()
     assert refused.value.missing == ("embed_tokens.weight", "lm_head.weight")
-    outcome = support.invoke("generate", "x", "-d", draft, "-t", target, "-n", "2")
+    outcome = invoke("generate", "x", "-d", draft, "-t", target, "-n", "2")
     assert outcome.code == 3
     assert refused.value.message in outcome.err
 
@@ -68,7 +69,7 @@ def test_a_width_that_is_not_the_targets_is_a_misfit(target: Path, tmp_path: Pat
 
 def errors(draft: Path, target: Path) -> list[dict[str, str]]:
     """Return the errors that `validate` finds in a pair."""
-    outcome = support.invoke("validate", draft, "--target", target, "--json")
+    outcome = invoke("validate", draft, "--target", target, "--json")
     assert outcome.code == 3
     return [item for item in json.loads(outcome.out)["findings"] if item["severity"] == "error"]
 
@@ -77,7 +78,7 @@ def errors(draft: Path, target: Path) -> list[dict[str, str]]:
 def test_dialects_that_state_the_width_keep_its_weights(to: str, target: Path, tmp_path: Path) -> None:
     draft, out = make(tmp_path / "draft"), tmp_path / "out"
     names = ("--target", target, "--target-name", "a/b", "--verify", "logits")
-    outcome = support.invoke("convert", draft, out, "--to", to, *names)
+    outcome = invoke("convert", draft, out, "--to", to, *names)
     assert outcome.code == 0, outcome.err
     assert open_draft(out).config.target_hidden_size == TARGET_WIDTH
     before, after = open_draft(draft).checkpoint, open_draft(out).checkpoint
@@ -87,7 +88,7 @@ def test_dialects_that_state_the_width_keep_its_weights(to: str, target: Path, t
 
 @pytest.mark.parametrize("to", ["native", "sglang", "mlx"])
 def test_other_dialects_cannot_state_it(to: str, target: Path, tmp_path: Path) -> None:
-    outcome = support.invoke("convert", make(tmp_path / "draft"), tmp_path / "out", "--to", to, "--target", target)
+    outcome = invoke("convert", make(tmp_path / "draft"), tmp_path / "out", "--to", to, "--target", target)
     assert outcome.code == 5
     assert "target_hidden_size 16" in outcome.err
 
@@ -96,10 +97,10 @@ def test_a_replay_needs_no_weights_of_its_target(target: Path, tmp_path: Path) -
     draft, prompts, folder = make(tmp_path / "draft"), tmp_path / "prompts.jsonl", tmp_path / "dump"
     prompts.write_text("".join(f'{{"prompt_token_ids": [4, 5, {token}]}}\n' for token in range(6, 9)))
     options = ("-p", prompts, "-n", 24, "--ignore-eos")
-    dumped = support.invoke("dump", target, "--taps-from", draft, *options, "--output", folder)
+    dumped = invoke("dump", target, "--taps-from", draft, *options, "--output", folder)
     assert dumped.code == 0, dumped.err
-    replayed = support.invoke("eval-acceptance", draft, "--mode", "replay", "--dump", folder, "--json")
-    run = support.invoke("eval-acceptance", draft, "-t", target, *options, "--json")
+    replayed = invoke("eval-acceptance", draft, "--mode", "replay", "--dump", folder, "--json")
+    run = invoke("eval-acceptance", draft, "-t", target, *options, "--json")
     assert replayed.code == run.code == 0, replayed.err + run.err
     found, expected = (json.loads(outcome.out) for outcome in (replayed, run))
     assert found["num_drafts"] == expected["num_drafts"] > 20

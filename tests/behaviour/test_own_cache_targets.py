@@ -19,6 +19,7 @@ from dflash_runtime.models.hosting.own_cache import Batching, OwnCacheTarget
 from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.handoffs import go_on, hand_off
 from dflash_testing.hosted_models import (
     OWN_CACHE,
@@ -403,7 +404,7 @@ class TestLabels:
     """Every command that runs such a target warns, and its document says that transformers' cache was used."""
 
     def test_generate(self, pair: tuple[object, ...]) -> None:
-        outcome = support.invoke("generate", "--draft", *pair, "-n", 4, "--check-lossless", "--json")
+        outcome = invoke("generate", "--draft", *pair, "-n", 4, "--check-lossless", "--json")
         assert outcome.code == 0, outcome.err
         measured = json.loads(outcome.out)["measured"]
         assert measured["target_runtime"] == "transformers-cache"
@@ -413,6 +414,6 @@ class TestLabels:
     def test_validate(self, pair: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
         shorten_search(monkeypatch, "rope")
         draft, *rest = pair
-        outcome = support.invoke("validate", draft, *rest, "--level", "run", "-n", 8, "--json")
+        outcome = invoke("validate", draft, *rest, "--level", "run", "-n", 8, "--json")
         assert outcome.code == 3, outcome.err
         assert json.loads(outcome.out)["search"]["target_runtime"] == "transformers-cache"

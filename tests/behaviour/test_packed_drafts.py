@@ -13,6 +13,7 @@ from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import edit_config
 
 SHAPE = support.Shape(hidden=32, inner=32, layers=1, heads=2, kv_heads=1, head_dim=16, windows=(None,))
@@ -72,7 +73,7 @@ def test_packed_matrices_become_the_numbers_they_stand_for(
 ) -> None:
     meant = make_packed(tmp_path / "source", bits, own_bits=own_bits)
     out = tmp_path / "out"
-    outcome = support.invoke("convert", tmp_path / "source", out, "--to", to, "--dequantize", "--json")
+    outcome = invoke("convert", tmp_path / "source", out, "--to", to, "--dequantize", "--json")
     assert outcome.code == 0, outcome.err
     draft = open_draft(out)
     for name, values in meant.items():
@@ -92,7 +93,7 @@ def test_a_packed_draft_is_described_and_checked(stated: str, tmp_path: Path) ->
     other = {"quantization", "quantization_config"} - {stated}
     support.write_config(tmp_path / "source", {key: value for key, value in config.items() if key not in other})
     target = support.make_target(tmp_path / "target", SHAPE)
-    described = support.invoke("inspect", tmp_path / "source", "--json")
+    described = invoke("inspect", tmp_path / "source", "--json")
     assert (described.code, json.loads(described.out)["dtypes"]["U32"]) == (0, 8)
     plan = ValidationPlan(draft=tmp_path / "source", target=target)
     found = {item.id: item for item in validate_draft(plan).findings}
@@ -115,7 +116,7 @@ def test_scales_and_biases_of_another_shape_are_refused(part: str, is_missing: b
     elif not is_missing:
         stored[name] = tensor[:, 1:].contiguous()
     save_file(stored, file)
-    outcome = support.invoke("convert", tmp_path / "source", tmp_path / "out", "--to", "native", "--dequantize")
+    outcome = invoke("convert", tmp_path / "source", tmp_path / "out", "--to", "native", "--dequantize")
     assert (outcome.code, outcome.error_id) == (3, "tensor-mismatch")
     assert name in outcome.err
     found = validate_draft(ValidationPlan(draft=tmp_path / "source")).findings
@@ -131,11 +132,11 @@ def test_shapes_of_a_packed_draft_are_checked_against_the_config(tmp_path: Path)
 @pytest.mark.parametrize("quantization", [{"mode": "mxfp4"}, {"group_size": 0}])
 def test_another_form_of_mlx_is_refused(quantization: dict[str, Any], tmp_path: Path) -> None:
     make_packed(tmp_path / "source", **{"bits": 4, **quantization})
-    outcome = support.invoke("convert", tmp_path / "source", tmp_path / "out", "--to", "native", "--dequantize")
+    outcome = invoke("convert", tmp_path / "source", tmp_path / "out", "--to", "native", "--dequantize")
     assert (outcome.code, outcome.error_id) == (5, "mlx-form"), outcome.err
 
 
 def test_a_plain_draft_has_nothing_to_unpack(tmp_path: Path) -> None:
     source = support.make_native(tmp_path / "source")
-    outcome = support.invoke("convert", source, tmp_path / "out", "--to", "native", "--dequantize")
+    outcome = invoke("convert", source, tmp_path / "out", "--to", "native", "--dequantize")
     assert (outcome.code, outcome.error_id, outcome.field) == (2, "nothing-packed", "--dequantize")

@@ -16,6 +16,7 @@ from dflash_cli.formats.relatives import Relative
 from dflash_cli.generation.loaded_pair import tell_notes
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.paths import ROOT
 from dflash_testing.published_drafts import PUBLISHED, RUNS, PublishedDraft, table
 
@@ -34,12 +35,12 @@ def write(item: PublishedDraft, folder: Path) -> tuple[Path, Path]:
 def test_it_is_read_converted_and_run(item: PublishedDraft, tmp_path: Path) -> None:
     draft, target = write(item, tmp_path)
     for command in (["inspect", draft], ["validate", draft, "--target", target]):
-        outcome = support.invoke(*command)
+        outcome = invoke(*command)
         assert outcome.code == 0, outcome.out
     is_reduced = item.shape.draft_vocab != item.shape.vocab
     out = tmp_path / "out"
     to = "vllm" if is_reduced else "native"
-    done = support.invoke("convert", draft, out, "--to", to, "--target", target, *item.options)
+    done = invoke("convert", draft, out, "--to", to, "--target", target, *item.options)
     assert done.code == 0, done.err
     texts = [generate(target, draft, tmp_path, *item.options), generate(target, out, tmp_path)]
     assert texts[0] == texts[1]
@@ -51,7 +52,7 @@ def generate(target: Path, draft: Path | None, folder: Path, *options: str) -> d
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [4, 5, 6, 7, 8]}\n')
     which = ("-k", 0) if draft is None else ("-d", draft, *options)
-    done = support.invoke("generate", "-t", target, "-p", prompts, "-o", "-", "-n", 5, "--ignore-eos", *which)
+    done = invoke("generate", "-t", target, "-p", prompts, "-o", "-", "-n", 5, "--ignore-eos", *which)
     assert done.code == 0, done.err
     row = json.loads(done.out)
     return {key: row.get(key) for key in ("token_ids", "acceptance_lengths")}
@@ -62,7 +63,7 @@ def test_it_is_refused_by_name(item: PublishedDraft, tmp_path: Path) -> None:
     draft, target = write(item, tmp_path)
     is_relative = isinstance(detect(Checkpoint(draft)).format, Relative)
     assert is_relative == (item.rule == "C01")
-    validated = support.invoke("validate", draft, "--target", target, "--json")
+    validated = invoke("validate", draft, "--target", target, "--json")
     assert validated.code == (5 if is_relative else 3), validated.out
     findings = [finding for finding in json.loads(validated.out)["findings"] if finding["id"] == item.rule]
     assert any(item.named in f"{finding['location']} {finding['message']}" for finding in findings), findings
@@ -70,7 +71,7 @@ def test_it_is_refused_by_name(item: PublishedDraft, tmp_path: Path) -> None:
         ["convert", draft, tmp_path / "out", "--to", "native", "--target", target],
         ["generate", "x", "-d", draft, "-t", target, "-n", "2"],
     ):
-        outcome = support.invoke(*command)
+        outcome = invoke(*command)
         assert outcome.code == 5, (command, outcome.err)
         assert item.named in outcome.err, (command, outcome.err)
 

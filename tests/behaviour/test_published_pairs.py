@@ -16,7 +16,7 @@ from dflash_cli.terminal import documentation
 from dflash_runtime.errors import UnsupportedError
 from dflash_runtime.models.target import target_families
 from dflash_runtime.models.target_loading import find_target_runtime
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.pair_ways import write_target
 from dflash_testing.paths import ROOT
 from dflash_testing.published_pairs import ENGINES, PublishedPair, read_table
@@ -62,9 +62,7 @@ def check_findings(pair: PublishedPair, draft: Path, target: Path) -> None:
 def check_serving(pair: PublishedPair, draft: Path, target: Path) -> None:
     """Require a command for each engine that serves the pair, and a reason for the others."""
     asked = [] if pair.asked is None else ["-k", pair.asked]
-    outcome = support.invoke(
-        "serve-command", draft, "--target", target, "--engine", ",".join(ENGINES), "--json", *asked
-    )
+    outcome = invoke("serve-command", draft, "--target", target, "--engine", ",".join(ENGINES), "--json", *asked)
     commands = json.loads(outcome.out)["serve_commands"] if outcome.out else []
     assert [item["engine"].split()[0] for item in commands] == pair.served, outcome.err
     assert (outcome.code == 0) == (pair.served == list(ENGINES))
@@ -75,12 +73,12 @@ def check_conversion(pair: PublishedPair, draft: Path, target: Path) -> None:
     """Convert to another dialect, or require the row's refusal. The native dialect cannot hold a reduced head."""
     to = "native" if pair.kind else "speculators" if pair.dialect == "native" else "vllm"
     command = ("convert", draft, draft.parent / "out", "--to", to, "--target", target, "--target-name", pair.of)
-    outcome = support.invoke(*command, "--dry-run")
+    outcome = invoke(*command, "--dry-run")
     refused = 3 if "P06" in pair.errors else 5
     assert outcome.code == (refused if pair.not_converted else 0), outcome.err
     assert pair.not_converted in outcome.err
     if pair.has_unknown_layout:
-        assert support.invoke(*command, "--dry-run", "--layout", "anchor-first").code == 0
+        assert invoke(*command, "--dry-run", "--layout", "anchor-first").code == 0
 
 
 def test_the_most_used_pairs_are_clean() -> None:

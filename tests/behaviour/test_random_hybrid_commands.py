@@ -9,6 +9,7 @@ import pytest
 
 from dflash_testing import checkpoints as support
 from dflash_testing import families
+from dflash_testing.command_line import run_main
 from dflash_testing.hosted_models import make_model
 
 SHAPE = support.Shape(hidden=32, inner=48, vocab=97, draft_vocab=97, mask=96, theta=10_000.0)
@@ -44,7 +45,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def run(pair: Path, command: str, *more: object) -> dict[str, Any]:
     common = ("--target", pair / "target", "--prompts", pair / "prompts.jsonl", "--device", "cpu", "--json")
-    outcome = support.run_main(command, pair / "draft", *common, *more)
+    outcome = run_main(command, pair / "draft", *common, *more)
     assert outcome.code == 0, outcome.err
     document: dict[str, Any] = json.loads(outcome.out)
     assert document["measured"]["target_runtime"] == "native"
@@ -76,7 +77,7 @@ def test_an_evaluation_in_every_mode_has_the_same_steps(pair: Path) -> None:
 
 
 def test_text_is_lossless(pair: Path) -> None:
-    outcome = support.run_main(
+    outcome = run_main(
         "generate", "-d", pair / "draft", "-t", pair / "target", "-p", pair / "prompts.jsonl", "-n", 16,
         "--num-prompts", 3, "--device", "cpu", "--check-lossless", "--json",
     )  # fmt: skip

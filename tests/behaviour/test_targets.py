@@ -29,6 +29,7 @@ from dflash_runtime.models.target import family_config, target_families
 from dflash_runtime.models.target_loading import load_target
 from dflash_runtime.target_config import TargetConfig, TargetFacts
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.pairs import placement
 from dflash_testing.paths import ROOT
 from dflash_testing.published_pairs import read_table, write_headers
@@ -100,13 +101,13 @@ def test_every_layer_has_a_kind(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sound_pair_has_no_false_findings(name: str, tmp_path: Path) -> None:
     draft, target = make_pair(tmp_path, name)
-    described = support.invoke("inspect", target)
+    described = invoke("inspect", target)
     assert described.code == 0, described.err
     assert facts_of(name).model_type in described.out
-    validated = support.invoke("validate", draft, "--target", target, "--json")
+    validated = invoke("validate", draft, "--target", target, "--json")
     assert validated.code == 0, validated.out
     assert {item["id"] for item in json.loads(validated.out)["findings"]} <= TRUE_WARNINGS
-    served = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
+    served = invoke("serve-command", draft, "--target", target, "--engine", "vllm")
     assert served.code == 0, served.err
 
 
@@ -125,7 +126,7 @@ def test_running_is_refused_by_name(name: str, tmp_path: Path) -> None:
     else:
         assert refused.value.id == ("target-not-run" if is_native else "target-without-native-family")
         assert refused.value.found == kind
-    outcome = support.invoke("generate", "x", "-d", draft, "-t", target, "-n", "2", "--target-runtime", "native")
+    outcome = invoke("generate", "x", "-d", draft, "-t", target, "-n", "2", "--target-runtime", "native")
     assert outcome.code == refused.value.exit_code
     assert refused.value.message in outcome.err
 
@@ -139,7 +140,7 @@ def test_a_tap_past_the_last_layer_is_an_error(name: str, tmp_path: Path) -> Non
         num_target_layers=None,
         dflash_config={"mask_token_id": 127, "target_layer_ids": [1, 2, 3, depth]},
     )
-    outcome = support.invoke("validate", draft, "--target", target, "--json")
+    outcome = invoke("validate", draft, "--target", target, "--json")
     assert outcome.code == 3
     (finding,) = [item for item in json.loads(outcome.out)["findings"] if item["severity"] == "error"]
     assert finding["location"].endswith("target_layer_ids")
@@ -151,7 +152,7 @@ def test_a_draft_is_converted_for_it(name: str, tmp_path: Path) -> None:
     draft, target = make_pair(tmp_path, name)
     request = ("convert", draft, tmp_path / "out", "--to", "speculators", "--target", target, "--target-name", "a/b")
     is_scaled = facts_of(name).embedding_scale != 1  # the native draft takes the scale, and speculators cannot state it
-    assert support.invoke(*request, *(["--allow-lossy"] if is_scaled else [])).code == 0
+    assert invoke(*request, *(["--allow-lossy"] if is_scaled else [])).code == 0
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["speculators_config"]["verifier"]["architectures"] == config_of(name)["architectures"]
 
@@ -159,7 +160,7 @@ def test_a_draft_is_converted_for_it(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", of_each_kind())
 def test_the_reference_code_is_not_recommended_for_a_recurrent_state(name: str, tmp_path: Path) -> None:
     draft, target = make_pair(tmp_path, name)
-    outcome = support.invoke("validate", draft, "--target", target, "--engine", "transformers")
+    outcome = invoke("validate", draft, "--target", target, "--engine", "transformers")
     assert ("S30" in outcome.out) == bool(set(STATE_KINDS) & set(facts_of(name).layer_kinds))
 
 
@@ -167,7 +168,7 @@ def test_the_reference_code_is_not_recommended_for_a_recurrent_state(name: str, 
 def test_sglang_knows_a_target_by_its_wrapper_or_its_decoder(name: str, tmp_path: Path) -> None:
     """Rules find a wrapper's name or its decoder's, and find a quantised target whichever config states it."""
     draft, target = make_pair(tmp_path, name)
-    outcome = support.invoke("validate", draft, "--target", target, "--engine", "sglang", "--json")
+    outcome = invoke("validate", draft, "--target", target, "--engine", "sglang", "--json")
     found = {item["id"] for item in json.loads(outcome.out)["findings"]}
     assert ("S23" in found) == (facts_of(name).quantization is not None)
     assert not ("P07" in found and name.removeprefix("by_hand_") in TAPPED_BY_SGLANG)
@@ -178,7 +179,7 @@ def test_an_unknown_kind_of_layer_in_an_unknown_family(tmp_path: Path) -> None:
         tmp_path / "target", model_type="mystery", layer_types=["wavelet", "full_attention"] * 2
     )
     assert open_target(target).facts.layer_kinds == ("wavelet", "full") * 2
-    outcome = support.invoke("inspect", target)
+    outcome = invoke("inspect", target)
     assert outcome.code == 0
     assert "layers      4 layers: 2 wavelet, 2 full (layers 1, 3)" in outcome.out
 
@@ -202,7 +203,7 @@ def test_a_malformed_key_is_named(name: str, change: dict[str, Any], field: str,
     support.write_config(target, {**config_of(name), **change})
     with refuses(InvalidConfig, field=field, found=found, path=target / "config.json") as refused:
         open_target(target)
-    outcome = support.invoke("validate", draft, "--target", target)
+    outcome = invoke("validate", draft, "--target", target)
     assert outcome.code == 3, outcome.out
     assert refused.value.message in outcome.err
 
@@ -264,10 +265,10 @@ def test_junk_under_any_key_is_read_or_refused(name: str) -> None:
 )
 def test_inspect_prints_the_facts_of_a_target(name: str, lines: list[str], tmp_path: Path) -> None:
     _, target = make_pair(tmp_path, name)
-    printed = support.invoke("inspect", target).out.splitlines()
+    printed = invoke("inspect", target).out.splitlines()
     for line in lines:
         assert line in printed, printed
-    config = json.loads(support.invoke("inspect", target, "--json").out)["config"]
+    config = json.loads(invoke("inspect", target, "--json").out)["config"]
     assert tuple(config["layer_kinds"]) == facts_of(name).layer_kinds
     assert config["num_experts"] == facts_of(name).num_experts
 
@@ -275,7 +276,7 @@ def test_inspect_prints_the_facts_of_a_target(name: str, lines: list[str], tmp_p
 def test_two_targets_differ_in_one_line_on_their_layers(tmp_path: Path) -> None:
     _, first = make_pair(tmp_path / "one", "qwen3_5")
     _, second = make_pair(tmp_path / "two", "gemma3")
-    lines = support.invoke("inspect", first, second).out.splitlines()
+    lines = invoke("inspect", first, second).out.splitlines()
     (line,) = [line for line in lines if line.startswith("layers: ")]
     assert "48 linear, 16 full, every 4th in the first; 26 layers: 22 sliding (window 4096)" in line
     assert not any("windows" in line or "layer kinds" in line for line in lines)
@@ -375,4 +376,4 @@ def test_kinds_of_layers_are_not_guessed(tmp_path: Path) -> None:
                                use_sliding_window=None)  # fmt: skip
     facts = open_target(path).facts
     assert facts.layer_kinds == ()
-    assert "4 layers, of kinds that the config does not state" in support.invoke("inspect", path).out
+    assert "4 layers, of kinds that the config does not state" in invoke("inspect", path).out

@@ -17,6 +17,7 @@ from dflash_cli.conversion.logits import verify_logits
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.errors import CheckpointError, LossyConversion, TensorMismatch, UnsupportedError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.refusals import refuses
 
 BIASED = replace(support.SMALL, bias=True)
@@ -160,7 +161,7 @@ class TestFiles:
     def test_shards_can_be_made_smaller_and_joined_again(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
         args = ["convert", source, tmp_path / "small", "--to", "native", "--max-shard-size", "4KB"]
-        assert support.invoke(*args).code == 0
+        assert invoke(*args).code == 0
         files = sorted((tmp_path / "small").glob("*.safetensors"))
         sizes = [sum(info.num_bytes for info in open_draft(tmp_path / "small").checkpoint.tensors.values()
                      if info.file == file) for file in files]  # fmt: skip
@@ -178,7 +179,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("text", ["", "0", "-5GB", "5 apples", "GB"])
     def test_a_malformed_size_is_refused(self, text: str, tmp_path: Path) -> None:
-        outcome = support.invoke("convert", "tiny", tmp_path / "out", "--to", "native", f"--max-shard-size={text}")
+        outcome = invoke("convert", "tiny", tmp_path / "out", "--to", "native", f"--max-shard-size={text}")
         assert outcome.code == 2
         assert "--max-shard-size" in outcome.err
         assert repr(text) in outcome.err

@@ -14,6 +14,7 @@ from dflash_cli.rules.validator import validate_draft
 from dflash_runtime.errors import LossyConversion
 from dflash_testing import checkpoints as support
 from dflash_testing import kinds
+from dflash_testing.command_line import invoke
 from dflash_testing.config_cases import ABSENT, BODY, METHODS, SLIDING, changed
 from dflash_testing.refusals import refuses
 
@@ -67,7 +68,7 @@ def stated(config: Any, place: str) -> Any:
 @pytest.mark.parametrize(("dialect", "place"), CASES)
 def test_it_is_named_by_inspect_and_validate(dialect: str, place: str, tmp_path: Path) -> None:
     draft, key = make(tmp_path / "draft", dialect, place), place.partition(" ")[0]
-    found = json.loads(support.invoke("inspect", draft, "--json").out)
+    found = json.loads(invoke("inspect", draft, "--json").out)
     assert {key.removeprefix(BODY), f"speculators.{key}"} & found["carried"].keys()
     findings = validate_draft(ValidationPlan(draft=draft)).findings
     assert f"config.json:{key}" in {item.location for item in findings if item.id == "C49"}
@@ -132,7 +133,7 @@ def test_a_key_of_rope_is_named_in_a_draft_of_every_kind(name: str, tmp_path: Pa
     body = BODY if "transformer_layer_config" in case.config else ""
     config = changed(case.config, {f"{body}rope_scaling": {**LINEAR, "zig": 3}})
     draft = case.write(tmp_path / "draft", config)
-    found = json.loads(support.invoke("inspect", draft, "--json").out)
+    found = json.loads(invoke("inspect", draft, "--json").out)
     assert found["carried"][f"{body}rope_scaling.zig"] == 3
     findings = validate_draft(ValidationPlan(draft=draft)).findings
     assert f"config.json:{body}rope_scaling.zig" in {item.location for item in findings if item.id == "D02"}

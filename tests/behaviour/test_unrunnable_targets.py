@@ -12,6 +12,7 @@ from dflash_runtime.models.target import target_families
 from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_runtime.target_config import TargetConfig
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.published_targets import TARGETS
 from dflash_testing.refusals import refuses
 
@@ -60,9 +61,9 @@ def test_its_facts_are_read(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_inspect_describes_it(name: str, tmp_path: Path) -> None:
     target = make(tmp_path / "target", name)
-    outcome = support.invoke("inspect", target)
+    outcome = invoke("inspect", target)
     assert outcome.code == 0, outcome.err
-    found = json.loads(support.invoke("inspect", target, "--json").out)
+    found = json.loads(invoke("inspect", target, "--json").out)
     assert (found["config"]["num_layers"], found["config"]["hidden_size"]) == (4, 16)
     runtime = find_target_runtime(open_target(target), "auto")[0]
     assert found["runs_here"]["runtime"] == runtime
@@ -72,17 +73,17 @@ def test_inspect_describes_it(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_validate_checks_against_it(name: str, draft: Path, tmp_path: Path) -> None:
     target = make(tmp_path / "target", name)
-    outcome = support.invoke("validate", draft, "--target", target, "--json")
+    outcome = invoke("validate", draft, "--target", target, "--json")
     report = json.loads(outcome.out)
     assert outcome.code == 0, outcome.out
     assert {item["id"] for item in report["findings"] if item["severity"] == "info"} <= {"P17"}
     support.write_config(target, _resized(TARGETS[name]))
-    assert "P01" in support.invoke("validate", draft, "--target", target).out
+    assert "P01" in invoke("validate", draft, "--target", target).out
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_serve_command_serves_it(name: str, draft: Path, tmp_path: Path) -> None:
-    outcome = support.invoke("serve-command", draft, "--target", make(tmp_path / "target", name), "--engine", "vllm")
+    outcome = invoke("serve-command", draft, "--target", make(tmp_path / "target", name), "--engine", "vllm")
     assert outcome.code == 0, outcome.err
     assert "vllm serve" in outcome.out
 
@@ -92,7 +93,7 @@ def test_convert_takes_it(name: str, draft: Path, tmp_path: Path) -> None:
     target, out = make(tmp_path / "target", name), tmp_path / "out"
     lossy = ["--allow-lossy"] if TARGETS[name]["model_type"].startswith("gemma") else []  # its scale has no key
     args = ("convert", draft, out, "--to", "speculators", "--target", target, "--target-name", "a/b")
-    outcome = support.invoke(*args, *lossy)
+    outcome = invoke(*args, *lossy)
     assert outcome.code == 0, outcome.err
     stated = json.loads((out / "config.json").read_text())["speculators_config"]["verifier"]["architectures"]
     assert stated == TARGETS[name]["architectures"]
@@ -107,14 +108,14 @@ def test_running_it_natively_is_refused(name: str, draft: Path, tmp_path: Path) 
     assert all(named in refused.value.message for named in (*NAMED[name], *target_families()))
     assert refused.value.hint is not None
     assert all(named in refused.value.hint for named in ("--target-runtime auto", "dflash serve-command"))
-    outcome = support.invoke("generate", "x", "-d", draft, "-t", target, "-n", "2", "--target-runtime", "native")
+    outcome = invoke("generate", "x", "-d", draft, "-t", target, "-n", "2", "--target-runtime", "native")
     assert outcome.code == 5, outcome.err
     assert f"error: {refused.value.message}" in outcome.err.splitlines()
 
 
 def test_the_run_level_is_refused_too(draft: Path, tmp_path: Path) -> None:
     target = make(tmp_path / "target", "lfm2")
-    outcome = support.invoke("validate", draft, "--target", target, "--level", "run", "--target-runtime", "native")
+    outcome = invoke("validate", draft, "--target", target, "--level", "run", "--target-runtime", "native")
     assert outcome.code == 5, outcome.err
 
 
@@ -139,17 +140,17 @@ def test_a_model_type_that_transformers_does_not_know_is_refused(
     (target / "modeling_mystery.py").write_text("raise SystemExit('this was run')\n")
     with refuses(UnsupportedError, "target-unknown-to-transformers", found="mystery") as refused:
         find_target_runtime(open_target(target), "auto")
-    outcome = support.invoke(*command, draft, "--target", target)
+    outcome = invoke(*command, draft, "--target", target)
     assert outcome.code == 5
     assert refused.value.message in outcome.err
     assert ("trust_remote_code" in outcome.err) == has_code
     for harmless in (("inspect", target), ("validate", draft, "--target", target)):
-        assert support.invoke(*harmless).code == 0
+        assert invoke(*harmless).code == 0
 
 
 def test_a_contradiction_in_a_decoder_target_is_refused(draft: Path, tmp_path: Path) -> None:
     target = support.make_target(tmp_path / "target", rope_theta=1.0, rope_parameters={"rope_theta": 2.0})
-    outcome = support.invoke("validate", draft, "--target", target)
+    outcome = invoke("validate", draft, "--target", target)
     assert outcome.code == 3
     assert "rope_theta" in outcome.err
 
@@ -158,7 +159,7 @@ def test_a_contradiction_in_a_decoder_target_is_refused(draft: Path, tmp_path: P
 def test_a_key_that_another_family_may_leave_out_is_named(change: dict[str, Any], draft: Path, tmp_path: Path) -> None:
     target = support.make_target(tmp_path / "target", model_type="other", **change)
     assert open_target(target).facts.not_known == tuple(change)
-    outcome = support.invoke("validate", draft, "--target", target)
+    outcome = invoke("validate", draft, "--target", target)
     assert outcome.code == 0
     assert next(iter(change)) in outcome.out
 

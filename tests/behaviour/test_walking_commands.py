@@ -10,7 +10,7 @@ from dflash_cli.tuning.step_parts import silence_draft
 from dflash_runtime.drafts.draft import WalkingDraft
 from dflash_runtime.llm import LLM
 from dflash_runtime.scheduling.sampling_params import SamplingParams
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.pairs import bundled_llm, bundled_prompts
 from dflash_testing.walking_drafts import KINDS, draft_model, walking_folder
 
@@ -20,7 +20,7 @@ PREDICTING = [kind for kind in KINDS if kind != "dflash2"]
 
 
 def run(*arguments: object) -> dict[str, Any]:
-    outcome = support.invoke(*arguments, "--json")
+    outcome = invoke(*arguments, "--json")
     assert outcome.code == 0, outcome.err
     document: dict[str, Any] = json.loads(outcome.out)
     return document

@@ -15,6 +15,7 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.diagnosis import readings
 from dflash_cli.diagnosis.run_settings import SearchBudget
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import edited_config
 from dflash_testing.families import FAMILIES, write_draft
 from dflash_testing.searches import shorten_search
@@ -52,7 +53,7 @@ def test_the_right_cause_is_named_for_drafts_that_walk(
 
 
 def run(command: str, draft: Path | str, *words: object) -> tuple[int, dict[str, Any]]:
-    done = support.invoke(command, draft, "--target", TINY, *SMALL, *words, "--json")
+    done = invoke(command, draft, "--target", TINY, *SMALL, *words, "--json")
     return done.code, json.loads(done.out)
 
 
@@ -64,7 +65,7 @@ def test_an_unknown_layout_is_found(dialect: str, tmp_path: Path, monkeypatch: p
     if dialect == "native":
         shutil.copytree(fetch_directory("tiny:dspark", Role.DRAFT), draft)
     else:
-        assert support.invoke("convert", "tiny:dspark", draft, "--to", "speculators", "--target", TINY).code == 0
+        assert invoke("convert", "tiny:dspark", draft, "--to", "speculators", "--target", TINY).code == 0
     with edited_config(draft) as config:
         for key in ("sample_from_anchor", "dspark_bonus_anchor"):
             config.pop(key, None)
@@ -85,7 +86,7 @@ def test_random_drafts_are_diagnosed_in_every_dialect(
     words = ("-t", target, "--num-prompts", 4, "-n", 8, "--device", "cpu", "--json")
     others = [] if "-" in name else [("diagnose", ("--expected", "3")), ("validate", ("--level", "run"))]
     for command, more in (("diagnose", ()), *others):
-        done = support.invoke(command, draft, *words, *more)
+        done = invoke(command, draft, *words, *more)
         found = json.loads(done.out)
         report = found.get("report", found)
         assert report["search"]["acceptance_len"] < 1.5
@@ -118,5 +119,5 @@ def test_a_figure_is_reached_by_sound_drafts_and_missed(family: str, monkeypatch
 
 @pytest.mark.parametrize("family", ["dflash2", "dspark"])
 def test_sound_drafts_have_no_finding_about_tensors(family: str) -> None:
-    done = support.invoke("validate", f"tiny:{family}", "--target", TINY, "--level", "weights", "--json")
+    done = invoke("validate", f"tiny:{family}", "--target", TINY, "--level", "weights", "--json")
     assert json.loads(done.out)["findings"] == []

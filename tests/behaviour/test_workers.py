@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import IMPORT_PATHS
 from dflash_testing.processes import are_gone
 
 OPTIONS = ["eval-acceptance", "tiny", "-n", "32", "--num-prompts", "40", "--num-resamples", "200", "--json"]
@@ -26,7 +26,7 @@ def start(*options: str) -> "subprocess.Popen[str]":
         [sys.executable, "-m", "dflash_cli", *OPTIONS, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, **support.IMPORT_PATHS},
+        env={**os.environ, **IMPORT_PATHS},
         text=True,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 
 FREE_BYTES = 12 * 2**30
 FEW = [{"prompt_token_ids": [1, 2, 3]}] * 3
@@ -34,5 +35,5 @@ def test_no_weight_is_read(case: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("dflash_runtime.checkpoint.stored.files.Checkpoint.load_many", read)
     monkeypatch.setattr("dflash_runtime.device.capacity.memory.available_bytes", lambda: FREE_BYTES)
     code, id, arguments = REFUSED[case]
-    done = support.run_main(*arguments)
+    done = run_main(*arguments)
     assert (done.code, done.error_id) == (code, id), done

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from dflash_cli import __version__
 from dflash_cli.main import COMMANDS, app
 from dflash_cli.terminal.command_line import all_commands
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import IMPORT_PATHS, run_main
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | support.IMPORT_PATHS
+    env = os.environ | IMPORT_PATHS
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=env)
 
 
@@ -56,7 +56,7 @@ def processor_seconds(*arguments: str) -> float:
     """Processor time of one run. Other work on the machine changes it less than the elapsed time."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
-        env=os.environ | support.IMPORT_PATHS,
+        env=os.environ | IMPORT_PATHS,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -111,7 +111,7 @@ WORDS = {
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_use_is_one_plain_line_and_exit_2(arguments: list[str], id: str, field: str | None, guess: str) -> None:
-    done = support.run_main(*arguments)
+    done = run_main(*arguments)
     assert (done.code, done.out, done.error_id, done.field) == (2, "", id, field)
     first, *rest = done.err.splitlines()
     assert first.startswith("error: ")
@@ -123,7 +123,7 @@ def test_wrong_use_is_one_plain_line_and_exit_2(arguments: list[str], id: str, f
     "arguments", [["list"], ["models"], ["profile"], *(["generate", "x", flag] for flag in ("--stream", "--tokenizer"))]
 )
 def test_a_name_that_is_only_alike_by_chance_is_not_guessed(arguments: list[str]) -> None:
-    done = support.run_main(*arguments)
+    done = run_main(*arguments)
     assert (done.code, "?" in done.err) == (2, False)
 
 

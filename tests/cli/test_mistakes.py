@@ -22,6 +22,7 @@ from dflash_cli.main import _foreseen
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import FileUnreadable, UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import recorded_notices, run_main
 from dflash_testing.refusals import refuses
 
 
@@ -112,7 +113,7 @@ MISTAKES: dict[str, tuple[list[str], int, str, str | None]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_with_a_way_out(name: str, folder: Path) -> None:
     arguments, code, id, expected = MISTAKES[name]
-    done = support.run_main(*arguments)
+    done = run_main(*arguments)
     assert done.error is not None
     assert (done.code, done.error_id, done.out) == (code, id, "")
     assert done.error.hint or done.error.expected
@@ -137,7 +138,7 @@ def test_a_file_that_this_user_may_not_read_is_input_that_cannot_be_reached(
     for name, path in (("open", draft / "config.json"), ("iterdir", draft)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Path, name, denied)
-            done = support.run_main("inspect", str(draft))
+            done = run_main("inspect", str(draft))
         assert (done.code, done.error_id) == (4, "file-unreadable")
         assert done.error is not None
         assert str(done.error.path) == str(path)
@@ -167,16 +168,16 @@ def test_a_full_disk_names_the_way_to_continue(tmp_path: Path, monkeypatch: pyte
 def test_a_folder_with_the_name_of_a_bundled_draft_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, notices in (("tiny", ("hides-bundled-pair",)), ("other", ())):
-        assert support.run_main("convert", "tiny:reduced", name, "--to", "speculators").notices == notices
+        assert run_main("convert", "tiny:reduced", name, "--to", "speculators").notices == notices
 
 
 def test_fewer_prompts_than_asked_for_are_told() -> None:
     pair = open_pair(None, None, EngineConfig())
     for count, notices in ((65, ["fewer-prompts"]), (64, [])):
-        with support.recorded_notices() as found:
+        with recorded_notices() as found:
             choose_prompts(EvaluationRequest(num_prompts=count), pair, None)
         assert found == notices
 
 
 def test_a_check_of_a_bundled_draft_names_it_as_the_user_did() -> None:
-    assert support.run_main("validate", "tiny").out.startswith("tiny: ")
+    assert run_main("validate", "tiny").out.startswith("tiny: ")

@@ -14,6 +14,7 @@ from dflash_cli.main import _foreseen
 from dflash_runtime.whole_files import NotWritten
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
+from dflash_testing.command_line import run_main
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and /dev/full")
@@ -53,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fails(*arguments: str) -> str:
     """Require one line and exit code 2 or 6, and return the id of the error."""
-    done = support.run_main(*arguments)
+    done = run_main(*arguments)
     assert done.error is not None, done
     assert done.code == done.error.exit_code
     assert done.code in (2, 6)
@@ -95,7 +96,7 @@ def test_an_output_is_tried_before_the_work(
 @pytest.mark.parametrize("arguments", [*FILES.values(), *FOLDERS.values()], ids=[*FILES, *FOLDERS])
 def test_a_dash_makes_no_file(arguments: tuple[str, ...]) -> None:
     """In `generate -o` it means stdout, and nowhere the name of a file."""
-    done = support.run_main(*arguments, "-")
+    done = run_main(*arguments, "-")
     is_stdout = arguments == FILES["generate"]
     assert (done.code, done.error_id) == ((0, None) if is_stdout else (2, "output-is-dash")), done
     assert not Path("-").exists()
@@ -108,7 +109,7 @@ def test_a_name_as_long_as_the_system_takes(arguments: tuple[str, ...], name: st
     """The hidden name beside the output is no longer."""
     before = {item.name for item in Path().iterdir()}
     for more in ((), ("--force",)):
-        done = support.run_main(*arguments, name, *more)
+        done = run_main(*arguments, name, *more)
         assert done.code == 0, done
         assert {item.name for item in Path().iterdir()} - before == {name}
 
@@ -162,7 +163,7 @@ def test_a_disk_that_is_lost_ends_in_one_line(
         ("lock", source, "-t", "tiny"),
         ("convert", source, "out", "--to", "native"),
     ):
-        done = support.run_main(*arguments)
+        done = run_main(*arguments)
         assert done.error is not None, done
         assert done.code == 4, done
         assert "\n" not in done.error.message

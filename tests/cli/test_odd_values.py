@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 
 EMPTY: dict[str, tuple[str, ...]] = {
     "--output": ("generate", "x", "-o", ""),
@@ -31,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("field", EMPTY)
 def test_an_empty_path_is_no_folder(field: str) -> None:
     """`Path("")` is the working directory."""
-    done = support.run_main(*EMPTY[field])
+    done = run_main(*EMPTY[field])
     assert (done.code, done.field) == (2, field), done
     assert list(Path().iterdir()) == []
 
@@ -39,13 +40,13 @@ def test_an_empty_path_is_no_folder(field: str) -> None:
 @pytest.mark.parametrize("place", [".", "folder", "/"])
 def test_a_gate_is_written_to_a_file(place: str) -> None:
     Path("folder").mkdir()
-    done = support.run_main("eval-acceptance", "tiny", "--min-acceptance", "1", "--gate-out", place)
+    done = run_main("eval-acceptance", "tiny", "--min-acceptance", "1", "--gate-out", place)
     assert (done.code, done.error_id) == (2, "output-is-directory"), done
 
 
 @pytest.mark.parametrize("name", ["", " ", "a\nb", "\x1b[31m"])
 def test_a_target_has_a_name_of_one_line(name: str) -> None:
-    done = support.run_main("convert", "tiny", "out", "--to", "speculators", "--target-name", name)
+    done = run_main("convert", "tiny", "out", "--to", "speculators", "--target-name", name)
     assert (done.code, done.field) == (2, "--target-name"), done
     assert not Path("out").exists()
 
@@ -63,7 +64,7 @@ KINDS: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("value", "kind"), KINDS)
 def test_json_has_names_of_its_own(value: Any, kind: str) -> None:
     Path("rows.jsonl").write_text(json.dumps(value) + "\n")
-    done = support.run_main("generate", "-p", "rows.jsonl")
+    done = run_main("generate", "-p", "rows.jsonl")
     assert done.code == 2, done
     assert f"rows.jsonl:1: found a JSON {kind}, expected an object" in done.err
 
@@ -71,7 +72,7 @@ def test_json_has_names_of_its_own(value: Any, kind: str) -> None:
 @pytest.mark.parametrize("field", ["prompt", "messages", "turns", "prompt_token_ids"])
 def test_a_field_that_is_null_is_named(field: str) -> None:
     Path("rows.jsonl").write_text(json.dumps({field: None}) + "\n")
-    done = support.run_main("generate", "-p", "rows.jsonl")
+    done = run_main("generate", "-p", "rows.jsonl")
     assert (done.code, done.field) == (2, field), done
     assert f"{field}: found null, expected a" in done.err
 
@@ -81,7 +82,7 @@ def test_a_field_that_is_null_is_named(field: str) -> None:
 def test_a_malformed_file_of_model_optimizer(engine: str, text: str) -> None:
     source = support.make_native(Path("source"))
     (source / "hf_quant_config.json").write_text(text)
-    done = support.run_main("validate", source, "--engine", engine)
+    done = run_main("validate", source, "--engine", engine)
     assert done.code in (0, 3), done
 
 
@@ -90,6 +91,6 @@ def test_a_malformed_file_of_model_optimizer(engine: str, text: str) -> None:
 def test_a_block_without_rows_or_columns(engine: str, block: list[int]) -> None:
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
     source = support.make_native(Path("source"), quantization_config=settings)
-    done = support.run_main("validate", source, "--engine", engine)
+    done = run_main("validate", source, "--engine", engine)
     assert done.code == 3, done
     assert "S32" in done.out

@@ -12,7 +12,7 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.documents import to_json
 from dflash_runtime.kv_transfer.handoff import Handoff, HandoffHeader, TensorSpec
 from dflash_runtime.scheduling.sampling_params import SamplingParams
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import IMPORT_PATHS
 
 RUNTIMES = ("auto", "native", "transformers", "transformers-cache")
 PROMPTED = ("generate", "bench", "tune", "eval-acceptance")
@@ -177,7 +177,7 @@ def test_refusals_come_before_torch(tmp_path: Path) -> None:
         "    started = time.process_time()", "    try: main()", "    except SystemExit as end:",
         "        print(json.dumps([arguments, end.code, time.process_time() - started]))",
     ])  # fmt: skip
-    environment = os.environ | support.IMPORT_PATHS | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    environment = os.environ | IMPORT_PATHS | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     make_files(tmp_path)
     wanted = [[arguments, code] for code, commands in REFUSED.items() for arguments in commands]
     command = [sys.executable, "-c", script, json.dumps([arguments for arguments, _ in wanted])]

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_cli.acceptance.acceptance_report import tables
 from dflash_cli.terminal import tables as printed
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 
 COMMANDS = {
@@ -35,7 +35,7 @@ def test_tables_fit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             sys.stdout = before
 
     monkeypatch.setattr(printed, "_plain_table", recorded)
-    assert support.run_main(*COMMANDS[name]).code == 0
+    assert run_main(*COMMANDS[name]).code == 0
     assert len(shown) > 2
     assert [line for line in shown if len(line) > 80] == []
 

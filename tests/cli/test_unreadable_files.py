@@ -12,6 +12,7 @@ import pytest
 from dflash_runtime.checkpoint.text.tokenizer import Tokenizer
 from dflash_runtime.errors import CapacityError, FileUnreadable
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import Outcome, run_main
 from dflash_testing.paths import ROOT
 
 CODES = {errno.EIO: 4, errno.ENOMEM: 6}
@@ -66,7 +67,7 @@ def refuse(number: int) -> Callable[..., Any]:
     return refused
 
 
-def names(done: support.Outcome, file: Path, number: int) -> None:
+def names(done: Outcome, file: Path, number: int) -> None:
     """The outcome is one line about the file, with the documented code."""
     assert done.error is not None, done
     assert done.code == CODES[number], done
@@ -88,7 +89,7 @@ def test_weights_that_are_copied(to: str, number: int, tmp_path: Path, monkeypat
     source = support.make_native(tmp_path / "source")
     for call in ("copy_file_range", "sendfile", "pread"):
         monkeypatch.setattr(os, call, refuse(number), raising=False)
-    done = support.run_main("convert", source, "out.gguf" if to == "gguf" else "out", "--to", to, "--verify", "none")
+    done = run_main("convert", source, "out.gguf" if to == "gguf" else "out", "--to", to, "--verify", "none")
     names(done, source / "model.safetensors", number)
 
 
@@ -97,7 +98,7 @@ def test_files_beside_the_weights(number: int, tmp_path: Path, monkeypatch: pyte
     source = support.make_native(tmp_path / "source")
     (source / "README.md").write_text("# a draft\n")
     lose(monkeypatch, source / "README.md", number)
-    names(support.run_main("convert", source, "out", "--to", "native"), source / "README.md", number)
+    names(run_main("convert", source, "out", "--to", "native"), source / "README.md", number)
 
 
 @pytest.mark.parametrize("number", CODES, ids=ids)
@@ -113,7 +114,7 @@ def test_files_of_a_draft(
     source, _ = support.make_native(tmp_path / "source"), support.make_target(tmp_path / "target")
     lose(monkeypatch, source / name, number)
     command, *rest = arguments
-    names(support.run_main(command, source, *rest), source / name, number)
+    names(run_main(command, source, *rest), source / name, number)
 
 
 @pytest.mark.parametrize("number", CODES, ids=ids)
@@ -124,7 +125,7 @@ def test_numbers_that_a_conversion_computes_with(number: int, tmp_path: Path, mo
         dflash_config={"mask_token_id": support.SMALL.mask, "target_layer_ids": [*reversed(support.SMALL.taps)]},
     )
     lose(monkeypatch, source / "model.safetensors", number, is_after_seek=True)
-    done = support.run_main("convert", source, "out", "--to", "native", "--normalise-taps")
+    done = run_main("convert", source, "out", "--to", "native", "--normalise-taps")
     names(done, source / "model.safetensors", number)
 
 
@@ -143,7 +144,7 @@ def test_weights_that_are_mapped(
         raise raised
 
     monkeypatch.setattr("safetensors.safe_open", refused)
-    names(support.run_main("validate", source, "--level", "weights"), source / "model.safetensors", number)
+    names(run_main("validate", source, "--level", "weights"), source / "model.safetensors", number)
 
 
 @pytest.mark.parametrize("number", CODES, ids=ids)

@@ -8,7 +8,7 @@ import pytest
 from dflash_cli.acceptance.rejected_tokens import MOST, find_rejected
 from dflash_runtime.scheduling.request import DraftStep, FinishReason
 from dflash_runtime.scheduling.request_output import RequestOutput
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 
 
 def output(*steps: tuple[list[int], list[int]]) -> RequestOutput:
@@ -59,7 +59,7 @@ def test_many_tokens_are_cut_to_the_most_frequent() -> None:
 def test_a_resumed_run_has_the_same_rejected_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = ["eval-acceptance", "tiny", "--num-prompts", "4", "-n", "16", "--output", "rows.jsonl", "--json"]
-    first, again = (json.loads(support.run_main(*run, *more).out) for more in ((), ("--resume",)))
+    first, again = (json.loads(run_main(*run, *more).out) for more in ((), ("--resume",)))
     assert first["rejected_tokens"] == again["rejected_tokens"]
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()[1:]]
     refused = [token for row in rows for token in row["rejected_ids"] if token is not None]

@@ -14,6 +14,7 @@ from dflash_runtime.checkpoint.stored import digests
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.documents import to_json
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import edit_config
 
 
@@ -114,8 +115,8 @@ def test_names_of_one_target_are_not_told_apart(tmp_path: Path, monkeypatch: pyt
 def test_a_conversion_and_its_check_name_the_target_alike(tmp_path: Path) -> None:
     draft, target = support.make_native(tmp_path / "draft"), support.make_target(tmp_path / CACHED)
     converted = ("convert", draft, tmp_path / "out", "--to", "speculators", "--target", target)
-    assert support.invoke(*converted).code == 0
+    assert invoke(*converted).code == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "Qwen/Qwen3-8B"
-    document = json.loads(support.invoke("validate", tmp_path / "out", "--target", target, "--json").out)
+    document = json.loads(invoke("validate", tmp_path / "out", "--target", target, "--json").out)
     assert "P08" not in {item["id"] for item in document["findings"]}

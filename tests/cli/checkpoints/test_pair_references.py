@@ -8,6 +8,7 @@ from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import TINY, TINY_REDUCED, fetch_directory
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.refusals import refuses
 
 
@@ -72,7 +73,7 @@ class TestValidate:
 
     def test_the_named_target_is_checked_against(self, tmp_path: Path) -> None:
         target = support.make_target(tmp_path / "target", support.Shape(hidden=24))
-        outcome = support.invoke("validate", named(tmp_path / "draft", target))
+        outcome = invoke("validate", named(tmp_path / "draft", target))
         assert outcome.code == 3
         assert "P01 error" in outcome.out
         assert f"against {target}" in outcome.out
@@ -81,28 +82,28 @@ class TestValidate:
     @pytest.mark.parametrize("more", [(), ("--level", "weights")])
     def test_an_absent_named_target_is_a_note(self, more: tuple[str, ...], tmp_path: Path) -> None:
         draft = named(tmp_path / "draft", "acme/absent")
-        outcome = support.invoke("validate", draft, *more)
+        outcome = invoke("validate", draft, *more)
         assert outcome.code == 0, outcome.err
         assert "acme/absent" in outcome.err
         assert "against" not in outcome.out
 
     def test_an_unreadable_named_target_is_a_note(self, tmp_path: Path) -> None:
         target = support.make_target(tmp_path / "target", layer_types=["linear_attention"] * 4)
-        outcome = support.invoke("validate", named(tmp_path / "draft", target))
+        outcome = invoke("validate", named(tmp_path / "draft", target))
         assert outcome.code == 0, outcome.err
         assert "linear_attention" in outcome.out
 
     def test_a_typed_target_must_exist(self, tmp_path: Path) -> None:
-        outcome = support.invoke("validate", named(tmp_path / "draft", tmp_path), "--target", tmp_path / "absent")
+        outcome = invoke("validate", named(tmp_path / "draft", tmp_path), "--target", tmp_path / "absent")
         assert outcome.code == 4
 
 
 @pytest.mark.parametrize("command", [("validate",), ("serve-command", "--engine", "vllm")])
 def test_the_draft_is_an_argument_or_an_option(command: tuple[str, ...]) -> None:
-    positional = support.invoke(*command, "tiny")
+    positional = invoke(*command, "tiny")
     assert positional.code == 0
-    assert support.invoke(*command, "--draft", "tiny").out == positional.out
+    assert invoke(*command, "--draft", "tiny").out == positional.out
     for arguments, message in ((("tiny", "-d", "tiny"), "the draft is given twice"), ((), "DRAFT is missing")):
-        outcome = support.invoke(*command, *arguments)
+        outcome = invoke(*command, *arguments)
         assert outcome.code == 2
         assert message in outcome.err

@@ -24,6 +24,7 @@ from dflash_cli.checkpoints.slow_answers import HubUnreachable
 from dflash_runtime.errors import CheckpointNotFound, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
+from dflash_testing.command_line import launch
 from dflash_testing.refusals import refuses
 
 DOWNLOAD = ("--fix-out", "nowhere")
@@ -48,7 +49,7 @@ def environment(local_hub: hub.LocalHub, tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("reference", ["acme/draft", "acme/draft@v2", f"acme/draft@{hub.COMMIT}"])
 def test_from_the_hub(reference: str, environment: dict[str, str], tmp_path: Path) -> None:
     """One in a process of its own, as a user sets the hub's variables. The others replace the library's constants."""
-    run = support.launch if reference == "acme/draft@v2" else hub.run
+    run = launch if reference == "acme/draft@v2" else hub.run
     outcome = run("validate", reference, *DOWNLOAD, "--json", env=environment)
     assert outcome.code == 0, outcome.err
     document = json.loads(outcome.out)
@@ -196,7 +197,7 @@ def test_a_proxy_and_a_certificate_have_hints_of_their_own() -> None:
 def test_a_proxy_that_is_not_there(environment: dict[str, str]) -> None:
     """In a process of its own, which reads the variable of the proxy."""
     given = {**environment, "HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
-    done = support.launch("validate", "acme/draft", env={**given, "http_proxy": given["HTTP_PROXY"], "no_proxy": ""})
+    done = launch("validate", "acme/draft", env={**given, "http_proxy": given["HTTP_PROXY"], "no_proxy": ""})
     assert done.code == 4
     assert "HTTP_PROXY" in done.err.splitlines()[-1].split("hint: ")[1]
 

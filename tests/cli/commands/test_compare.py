@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_runtime.documents import to_json
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.evaluations import drawn_evaluation
 
 CATEGORIES = ("code", "mathematics", "a category with a long name")
@@ -100,7 +100,7 @@ def test_a_better_result_is_found_in_total_and_by_category(files: Path) -> None:
     """192 prompts, 64 in each category."""
     write(files, "old.json", document("old", count=192))
     write(files, "new.json", document("new", gain=0.4, count=192))
-    outcome = support.run_main("compare", "old.json", "new.json", "--json")
+    outcome = run_main("compare", "old.json", "new.json", "--json")
     (found,) = json.loads(outcome.out)["comparisons"]
     assert found["is_paired"]
     assert found["verdict"] == "higher"
@@ -113,17 +113,17 @@ def test_a_better_result_is_found_in_total_and_by_category(files: Path) -> None:
 
 def test_p_values_are_corrected_for_categories_and_for_results(files: Path) -> None:
     """Of two other results, the larger p-value is unchanged, the smaller is doubled. Six categories are one family."""
-    one = json.loads(support.run_main("compare", "old.json", "again.json", "--json").out)["comparisons"][0]
-    both = json.loads(support.run_main("compare", "old.json", "again.json", "new.json", "--json").out)["comparisons"]
+    one = json.loads(run_main("compare", "old.json", "again.json", "--json").out)["comparisons"][0]
+    both = json.loads(run_main("compare", "old.json", "again.json", "new.json", "--json").out)["comparisons"]
     assert one["p_value"] == both[0]["p_value"] > both[1]["p_value"]
-    alone = json.loads(support.run_main("compare", "old.json", "new.json", "--json").out)["comparisons"][0]
+    alone = json.loads(run_main("compare", "old.json", "new.json", "--json").out)["comparisons"][0]
     assert both[1]["p_value"] == pytest.approx(2 * alone["p_value"])
     for name, line in both[0]["categories"].items():
         assert line["p_value"] >= one["categories"][name]["p_value"]
 
 
 def test_every_line_of_the_table_fits_80_columns(files: Path) -> None:
-    outcome = support.run_main("compare", "old.json", "new.json", "few.json", "--unpaired", "--tolerance", "0.3")
+    outcome = run_main("compare", "old.json", "new.json", "few.json", "--unpaired", "--tolerance", "0.3")
     assert outcome.code == 0
     assert max(map(len, outcome.out.splitlines())) <= 80
     assert "a category wi…" in outcome.out
@@ -131,12 +131,12 @@ def test_every_line_of_the_table_fits_80_columns(files: Path) -> None:
 
 
 def test_different_prompts_are_refused_by_name(files: Path) -> None:
-    outcome = support.run_main("compare", "old.json", "few.json")
+    outcome = run_main("compare", "old.json", "few.json")
     assert outcome.code == 2
     assert outcome.error_id == "different-prompts"
     assert [name in outcome.err for name in ("old.json (row-30, row-31, row-32, ...)", "row-33")] == [True, False]
     assert "--unpaired" in outcome.err
-    unpaired = support.run_main("compare", "old.json", "few.json", "--unpaired", "--json")
+    unpaired = run_main("compare", "old.json", "few.json", "--unpaired", "--json")
     (found,) = json.loads(unpaired.out)["comparisons"]
     assert not found["is_paired"]
     assert found["verdict"] == "undecided"
@@ -147,12 +147,12 @@ def test_few_prompts_are_tested_but_have_no_interval(files: Path) -> None:
     """On 36 prompts a gain of 0.4 is significant. A lacking kind of prompt may outweigh it, but not a gain of 3."""
     for name, gain, verdict in (("new", 0.4, "undecided"), ("best", 3.0, "higher")):
         write(files, f"{name}.json", document(name, gain=gain))
-        outcome = support.run_main("compare", "old.json", f"{name}.json", "--json")
+        outcome = run_main("compare", "old.json", f"{name}.json", "--json")
         (found,) = json.loads(outcome.out)["comparisons"]
         assert (found["verdict"], found["interval"]) == (verdict, None)
         assert found["p_value"] < 0.001
         assert re.findall(r"\d+", found["reason"]) == ["36", "64"]
-    assert "[" not in support.run_main("compare", "old.json", "new.json").out.split("category")[0]
+    assert "[" not in run_main("compare", "old.json", "new.json").out.split("category")[0]
 
 
 def test_a_category_that_one_result_names_otherwise_is_the_first_ones(files: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_category_that_one_result_names_otherwise_is_the_first_ones(files: Pat
     for row in renamed["conversations"]:
         row["category"] = "a|b\n<script>" if row["category"] == "code" else row["category"]
     write(files, "renamed.json", renamed)
-    outcome = support.run_main("compare", "old.json", "renamed.json", "--json")
+    outcome = run_main("compare", "old.json", "renamed.json", "--json")
     assert outcome.code == 0, outcome.err
     assert set(json.loads(outcome.out)["comparisons"][0]["categories"]) == set(CATEGORIES)
 
@@ -168,9 +168,7 @@ def test_a_category_that_one_result_names_otherwise_is_the_first_ones(files: Pat
 def test_without_pairs_a_small_gain_is_not_found(files: Path) -> None:
     write(files, "old.json", document("old", count=192))
     write(files, "new.json", document("new", gain=0.1, count=192))
-    (found,) = json.loads(support.run_main("compare", "old.json", "new.json", "--unpaired", "--json").out)[
-        "comparisons"
-    ]
+    (found,) = json.loads(run_main("compare", "old.json", "new.json", "--unpaired", "--json").out)["comparisons"]
     assert found["verdict"] == "undecided"
     assert found["interval"]["low"] < 0 < found["interval"]["high"]
 
@@ -180,25 +178,25 @@ def test_a_prompt_that_comes_twice_is_one_unit(files: Path) -> None:
     for row in twice["conversations"]:
         row["digest"] = f"digest {int(row['digest'].split()[1]) % 18}"
     write(files, "twice.json", twice | {"num_distinct_prompts": 18})
-    (found,) = json.loads(support.run_main("compare", "twice.json", "twice.json", "--json").out)["comparisons"]
+    (found,) = json.loads(run_main("compare", "twice.json", "twice.json", "--json").out)["comparisons"]
     assert (found["verdict"], found["num_conversations"]) == ("same", 18)
     for row in twice["conversations"]:
         row["digest"] = f"digest {int(row['digest'].split()[1]) % 4}"
     write(files, "four.json", twice | {"num_distinct_prompts": 4})
-    (found,) = json.loads(support.run_main("compare", "four.json", "four.json", "--json").out)["comparisons"]
+    (found,) = json.loads(run_main("compare", "four.json", "four.json", "--json").out)["comparisons"]
     assert (found["verdict"], found["interval"], found["num_conversations"]) == (None, None, 4)
 
 
 def test_other_conditions_of_a_result_are_named(files: Path) -> None:
     """Another draft, another date, or another name of the same target is not another condition."""
     write(files, "hot.json", document("hot", temperature=0.7, num_speculative_tokens=3))
-    outcome = support.run_main("compare", "old.json", "hot.json")
+    outcome = run_main("compare", "old.json", "hot.json")
     assert outcome.notices == ("measured-otherwise",)
     assert outcome.err.endswith(": num_speculative_tokens 7 -> 3, temperature 0.0 -> 0.7\n")
     for name, digest in (("one", "d1"), ("two", "d1"), ("three", "d2")):
         write(files, f"{name}.json", document(name, target=name, target_digest=digest))
-    assert support.run_main("compare", "one.json", "two.json").err == ""
-    assert "target_digest d1 -> d2" in support.run_main("compare", "one.json", "three.json").err
+    assert run_main("compare", "one.json", "two.json").err == ""
+    assert "target_digest d1 -> d2" in run_main("compare", "one.json", "three.json").err
 
 
 def test_prompts_as_rendered_are_expected_to_be_the_same_in_pairs_only(files: Path) -> None:
@@ -206,10 +204,10 @@ def test_prompts_as_rendered_are_expected_to_be_the_same_in_pairs_only(files: Pa
         whole = document(name)
         whole["measured"] |= {"rendered_prompts_digest": name}
         write(files, f"{name}.json", whole)
-    outcome = support.run_main("compare", "one.json", "two.json")
+    outcome = run_main("compare", "one.json", "two.json")
     assert outcome.notices == ("measured-otherwise",)
     assert "rendered_prompts_digest" in outcome.err
-    assert support.run_main("compare", "one.json", "two.json", "--unpaired").err == ""
+    assert run_main("compare", "one.json", "two.json", "--unpaired").err == ""
 
 
 def test_a_shape_of_either_curve_is_named(files: Path) -> None:
@@ -226,16 +224,16 @@ def test_a_shape_of_either_curve_is_named(files: Path) -> None:
     }
     del low["conversations"]
     write(files, "low.json", low | counts | {"acceptance_len": 1.05})
-    outcome = support.run_main("compare", "old.json", "low.json")
+    outcome = run_main("compare", "old.json", "low.json")
     assert outcome.out.endswith("test: dflash diagnose low --target org/target\n")
-    (_, found) = json.loads(support.run_main("compare", "old.json", "low.json", "--json").out)["results"]
+    (_, found) = json.loads(run_main("compare", "old.json", "low.json", "--json").out)["results"]
     (shape,) = found["shapes"]
     assert f"B shape: {shape['name']} (5% " in outcome.out
 
 
 def test_the_gate_fails_a_result_that_is_shown_to_be_lower(files: Path) -> None:
-    assert support.run_main("compare", "old.json", "new.json", "--gate", "no-regression").code == 0
-    outcome = support.run_main("compare", "new.json", "old.json", "--gate", "no-regression")
+    assert run_main("compare", "old.json", "new.json", "--gate", "no-regression").code == 0
+    outcome = run_main("compare", "new.json", "old.json", "--gate", "no-regression")
     assert outcome.code == 3
     assert (outcome.error_id, outcome.field) == ("lower", "acceptance_len")
     assert outcome.error is not None
@@ -248,7 +246,7 @@ def test_the_gate_fails_one_category_that_falls(files: Path) -> None:
     for row in worse["conversations"]:
         row["num_tokens"] -= row["num_steps"] // 2 if row["category"] == "code" else -row["num_steps"] // 2
     write(files, "worse.json", complete(worse, "worse", worse["conversations"], {}))
-    outcome = support.run_main("compare", "old.json", "worse.json", "--gate", "no-regression")
+    outcome = run_main("compare", "old.json", "worse.json", "--gate", "no-regression")
     assert outcome.code == 3
     assert (outcome.error_id, outcome.field) == ("category-lower", "code")
 
@@ -266,9 +264,9 @@ def test_with_a_tolerance_the_gate_asks_for_a_proof(files: Path) -> None:
         (("many", "more"), ("--tolerance", "0.2"), 0),
     ):
         paths = [f"{name}.json" for name in names]
-        outcome = support.run_main("compare", *paths, "--gate", "no-regression", *options)
+        outcome = run_main("compare", *paths, "--gate", "no-regression", *options)
         assert (outcome.code, outcome.error_id) == (code, "drop-possible" if code else None), options
-    equal = support.run_main("compare", "many.json", "more.json", "--tolerance", "0.2", "--json")
+    equal = run_main("compare", "many.json", "more.json", "--tolerance", "0.2", "--json")
     assert json.loads(equal.out)["comparisons"][0]["verdict"] == "equivalent"
 
 
@@ -277,16 +275,14 @@ def test_the_gate_refuses_results_that_were_measured_otherwise(files: Path) -> N
     write(files, "hot.json", document("hot", temperature=0.7, num_speculative_tokens=3, torch="2.0"))
     write(files, "moved.json", document("moved", torch="3.0", device_name="other"))
     gate = ("--gate", "no-regression")
-    refused = support.run_main("compare", "old.json", "hot.json", *gate)
+    refused = run_main("compare", "old.json", "hot.json", *gate)
     assert (refused.code, refused.error_id, refused.field) == (2, "incomparable-results", "--gate")
     assert refused.error is not None
     assert refused.error.found == ["num_speculative_tokens", "temperature"]
-    allowed = support.run_main(
-        "compare", "old.json", "hot.json", *gate, "--allow-unlike", "num_speculative_tokens,temperature"
-    )
+    allowed = run_main("compare", "old.json", "hot.json", *gate, "--allow-unlike", "num_speculative_tokens,temperature")
     assert allowed.code == 0
-    assert support.run_main("compare", "old.json", "moved.json", *gate).code == 0
-    alone = support.run_main("compare", "old.json", "moved.json", "--allow-unlike", "torch")
+    assert run_main("compare", "old.json", "moved.json", *gate).code == 0
+    alone = run_main("compare", "old.json", "moved.json", "--allow-unlike", "torch")
     assert (alone.code, alone.error_id, alone.field) == (2, "option-needs-another", "--allow-unlike")
 
 
@@ -299,7 +295,7 @@ def test_the_gate_refuses_results_that_were_measured_otherwise(files: Path) -> N
 ])  # fmt: skip
 def test_a_file_whose_figures_contradict_each_other_is_refused(files: Path, field: str, value: Any) -> None:
     write(files, "odd.json", document("odd") | {field: value})
-    outcome = support.run_main("compare", "old.json", "odd.json")
+    outcome = run_main("compare", "old.json", "odd.json")
     assert (outcome.code, outcome.error_id) == (2, "contradictory-result")
 
 
@@ -311,7 +307,7 @@ def test_rows_that_contradict_the_totals_are_refused(files: Path, field: str, va
     odd = document("odd")
     odd["conversations"][0][field] = value
     write(files, "odd.json", odd)
-    outcome = support.run_main("compare", "old.json", "odd.json")
+    outcome = run_main("compare", "old.json", "odd.json")
     assert (outcome.code, outcome.error_id) == (2, "malformed-result")
 
 
@@ -323,14 +319,14 @@ def test_a_row_longer_than_a_block_is_refused_though_the_totals_agree(files: Pat
             first["num_tokens"] += row["num_tokens"] - row["num_steps"]
             row["num_tokens"] = row["num_steps"]
     write(files, "odd.json", odd)
-    outcome = support.run_main("compare", "old.json", "odd.json")
+    outcome = run_main("compare", "old.json", "odd.json")
     assert (outcome.code, outcome.error_id) == (2, "malformed-result")
 
 
 def test_too_few_prompts_are_no_verdict_and_no_passed_gate(files: Path) -> None:
     for name in ("a", "b"):
         write(files, f"{name}.json", document(name, count=11))
-    outcome = support.run_main("compare", "a.json", "b.json", "--gate", "no-regression")
+    outcome = run_main("compare", "a.json", "b.json", "--gate", "no-regression")
     assert outcome.code == 3
     assert outcome.error_id == "cannot-be-judged"
 
@@ -339,9 +335,9 @@ def test_a_document_without_rows_gives_no_interval(files: Path) -> None:
     older = document("older")
     del older["conversations"]
     write(files, "older.json", older)
-    outcome = support.run_main("compare", "old.json", "older.json")
+    outcome = run_main("compare", "old.json", "older.json")
     assert outcome.code == 0
-    found = json.loads(support.run_main("compare", "old.json", "older.json", "--json").out)
+    found = json.loads(run_main("compare", "old.json", "older.json", "--json").out)
     assert found["comparisons"][0]["interval"] is None
 
 
@@ -362,7 +358,7 @@ def test_bad_input_is_one_line(
     write(files, "broken.json", {"kind": "eval-acceptance", "acceptance_len": 1.0})
     write(files, "empty.json", document("empty") | EMPTY)
     (files / "binary.json").write_bytes(b"\xff\xfe")
-    outcome = support.run_main("compare", *arguments)
+    outcome = run_main("compare", *arguments)
     assert outcome.code == code
     assert outcome.error is not None
     assert error_id is None or outcome.error_id == error_id
@@ -372,14 +368,14 @@ def test_bad_input_is_one_line(
 
 def test_a_measured_result_and_its_rows_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = support.run_main(
+    done = run_main(
         "eval-acceptance", "tiny", "--num-prompts", "12", "-n", "16", "--output", "rows.jsonl", "--json"
     )  # fmt: skip
     (tmp_path / "result.json").write_text(done.out)
     counted = json.loads(done.out)["conversations"]
     assert len(counted) == 12
     assert sum(row["num_steps"] for row in counted) == json.loads(done.out)["num_drafts"]
-    outcome = support.run_main("compare", "result.json", "rows.jsonl", "--json")
+    outcome = run_main("compare", "result.json", "rows.jsonl", "--json")
     document = json.loads(outcome.out)
     assert document["comparisons"][0]["verdict"] == "same"
     assert document["results"][0]["acceptance_len"] == document["results"][1]["acceptance_len"]

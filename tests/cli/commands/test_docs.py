@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from dflash_cli.main import COMMANDS, app
 from dflash_cli.terminal import console, documentation
-from dflash_testing.checkpoints import run_main
+from dflash_testing.command_line import run_main
 
 
 def test_a_pipe_gets_the_page_as_it_is() -> None:

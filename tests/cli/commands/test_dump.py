@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.edits import edit_tensors
 
 TARGET, DRAFT = fetch_directory(TINY, Role.TARGET), fetch_directory(TINY, Role.DRAFT)
@@ -26,7 +26,7 @@ REPLAY = ["eval-acceptance", "tiny", "--mode", "replay", "--num-resamples", "0"]
 @pytest.fixture(scope="module")
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dumps") / "dump"
-    done = support.run_main(*DUMP, folder)
+    done = run_main(*DUMP, folder)
     assert (done.code, done.out) == (0, f"{folder}\n")
     return folder
 
@@ -38,13 +38,13 @@ def copied(dump: Path, tmp_path: Path) -> Path:
 
 
 def replay(*arguments: object) -> Any:
-    done = support.run_main(*REPLAY, *arguments)
+    done = run_main(*REPLAY, *arguments)
     assert done.code == 0, done.err
     return json.loads(done.out)
 
 
 def refuse(code: int, *arguments: object) -> str:
-    done = support.run_main(*arguments)
+    done = run_main(*arguments)
     assert done.code == code, done.err
     return done.err[done.err.index("error: ") :]
 
@@ -55,7 +55,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_a_replay_has_the_figures_of_a_run(dump: Path, tmp_path: Path) -> None:
     live_rows, rows = tmp_path / "live.jsonl", tmp_path / "replay.jsonl"
-    live = support.run_main("eval-acceptance", "tiny", *SMALL, "--num-resamples", "0", "--json", "--output", live_rows)
+    live = run_main("eval-acceptance", "tiny", *SMALL, "--num-resamples", "0", "--json", "--output", live_rows)
     run, found = json.loads(live.out), replay("--dump", dump, "--head-from", "tiny", "--json", "--output", rows)
     assert run["num_drafts"] > 20
     same = ("num_drafts", "per_pos_accepted", "histogram", "definitions", "categories", "num_tokens", "acceptance_len")
@@ -77,12 +77,12 @@ def test_a_replay_has_the_figures_of_a_run(dump: Path, tmp_path: Path) -> None:
 
 
 def test_the_mean_over_anchors_states_its_count(dump: Path) -> None:
-    done = support.run_main(*REPLAY, "--dump", dump, "--head-from", "tiny")
+    done = run_main(*REPLAY, "--dump", dump, "--head-from", "tiny")
     assert done.out.startswith("acceptance length ")
     said = re.search(r"\nmean over (\d+) anchors ", done.out)
     assert said is not None
     assert re.search(rf"^{said[1]} blocks .* 8 answers", done.err, re.MULTILINE)
-    none = support.run_main(*REPLAY, "--dump", dump, "--head-from", "tiny", "--every", "0")
+    none = run_main(*REPLAY, "--dump", dump, "--head-from", "tiny", "--every", "0")
     assert none.out.splitlines()[0] == done.out.splitlines()[0]
     assert "mean over" not in none.out
     assert refuse(3, *REPLAY, "--dump", dump, "--head-from", "tiny", "--min-acceptance", "7")
@@ -111,7 +111,7 @@ def test_an_interrupted_dump_resumes(copied: Path) -> None:
     (copied / second).write_bytes(whole[second][:-100])
     (copied / f".{first}.tmp-123").write_bytes(b"x")
     kept = [file.stat().st_mtime_ns for file in sorted(copied.glob("*.safetensors"))[1:]]
-    done = support.run_main(*DUMP, copied, "--resume")
+    done = run_main(*DUMP, copied, "--resume")
     assert done.err.splitlines()[-1].startswith("2 answers written, 8 in all")
     assert files_of(copied) == whole
     assert [file.stat().st_mtime_ns for file in sorted(copied.glob("*.safetensors"))[2:]] == kept
@@ -120,29 +120,29 @@ def test_an_interrupted_dump_resumes(copied: Path) -> None:
 
 def test_a_dump_with_other_settings_is_not_resumed(copied: Path) -> None:
     before = files_of(copied)
-    longer = support.run_main(*DUMP, copied, "--resume", "-n", "17")
-    other_taps = support.run_main("dump", "tiny", "--taps", "1,2", *SMALL, "--output", copied, "--resume")
+    longer = run_main(*DUMP, copied, "--resume", "-n", "17")
+    other_taps = run_main("dump", "tiny", "--taps", "1,2", *SMALL, "--output", copied, "--resume")
     for done, field, found in ((longer, "max_new_tokens", 16), (other_taps, "taps", [0, 2, 3, 4])):
         assert (done.code, done.error_id, done.field) == (2, "settings-differ", field)
         assert done.error is not None
         assert (done.error.path, done.error.found) == (copied, found)
-    again = support.run_main(*DUMP, copied)
+    again = run_main(*DUMP, copied)
     assert (again.code, again.error_id) == (2, "output-exists")
     assert again.error is not None
     assert {"--resume", "--force"} <= set(str(again.error.hint).split())
     assert files_of(copied) == before
-    assert support.run_main(*DUMP, copied, "--force", "-n", "8").code == 0
+    assert run_main(*DUMP, copied, "--force", "-n", "8").code == 0
     assert files_of(copied).keys() == before.keys()
 
 
 def test_a_folder_that_is_no_dump_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.safetensors").write_text("mine")
-    assert support.run_main(*DUMP, tmp_path, "--force").error_id == "output-not-a-dump"
+    assert run_main(*DUMP, tmp_path, "--force").error_id == "output-not-a-dump"
     (tmp_path / "manifest.json").write_text('{"kind": "other"}')
-    assert support.run_main(*DUMP, tmp_path, "--force").error_id == "output-not-a-dump"
+    assert run_main(*DUMP, tmp_path, "--force").error_id == "output-not-a-dump"
     assert (tmp_path / "notes.safetensors").read_text() == "mine"
-    assert support.run_main(*DUMP, tmp_path / "a" / "b").error_id == "no-parent-directory"
-    assert support.run_main(*DUMP, tmp_path / "manifest.json").error_id == "output-is-a-file"
+    assert run_main(*DUMP, tmp_path / "a" / "b").error_id == "no-parent-directory"
+    assert run_main(*DUMP, tmp_path / "manifest.json").error_id == "output-is-a-file"
 
 
 def test_a_full_disk_is_named_and_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_a_full_disk_is_named_and_leaves_whole_files(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Path, "write_bytes", fill)
     folder = tmp_path / "dump"
-    full = support.run_main(*DUMP, folder)
+    full = run_main(*DUMP, folder)
     assert (full.code, full.error_id) == (6, "disk-full")
     assert full.error is not None
     path = Path(str(full.error.path))
@@ -166,9 +166,9 @@ def test_a_full_disk_is_named_and_leaves_whole_files(tmp_path: Path, monkeypatch
     assert len(files_of(folder)) == 2
     assert len(list(folder.iterdir())) == 3
     assert "--resume" in str(full.error.hint)
-    done = support.run_main(*REPLAY, "--dump", folder, "--head-from", "tiny")
+    done = run_main(*REPLAY, "--dump", folder, "--head-from", "tiny")
     assert "incomplete-dump" in done.notices
-    assert support.run_main(*DUMP, folder, "--resume").err.splitlines()[-1].startswith("6 answers written, 8 in all")
+    assert run_main(*DUMP, folder, "--resume").err.splitlines()[-1].startswith("6 answers written, 8 in all")
 
 
 def test_a_full_disk_at_the_start_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_full_disk_at_the_start_leaves_no_folder(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("dflash_cli.acceptance.dumps.dump_writer._write_manifest", fill)
-    assert support.run_main(*DUMP, tmp_path / "dump").error_id == "disk-full"
+    assert run_main(*DUMP, tmp_path / "dump").error_id == "disk-full"
     assert not (tmp_path / "dump").exists()
 
 
@@ -191,7 +191,7 @@ def test_an_interrupted_dump_keeps_its_answers(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "write_bytes", interrupt)
     folder = tmp_path / "dump"
-    done = support.run_main(*DUMP, folder)
+    done = run_main(*DUMP, folder)
     assert (done.code, done.error_id) == (130, "interrupted")
     assert done.error is not None
     assert (done.error.found, done.error.path) == (2, folder)
@@ -214,10 +214,10 @@ def test_turns_are_answers_of_their_own(tmp_path: Path) -> None:
     prompts, folder = tmp_path / "prompts.jsonl", tmp_path / "dump"
     prompts.write_text('{"turns": ["def f():", "def g():"], "category": "a"}\n{"prompt": "import os"}\n')
     options = ["-p", prompts, "-n", "12"]
-    assert support.run_main("dump", "tiny", "--taps-from", "tiny", *options, "--output", folder).code == 0
+    assert run_main("dump", "tiny", "--taps-from", "tiny", *options, "--output", folder).code == 0
     assert list(files_of(folder)) == ["00000-0.safetensors", "00000-1.safetensors", "00001-0.safetensors"]
     found = replay("--dump", folder, "--head-from", "tiny", "--json")
-    run = json.loads(support.run_main("eval-acceptance", "tiny", *options, "--num-resamples", "0", "--json").out)
+    run = json.loads(run_main("eval-acceptance", "tiny", *options, "--num-resamples", "0", "--json").out)
     assert (found["num_requests"], found["num_conversations"]) == (3, 2)
     assert found["histogram"] == run["histogram"]
 
@@ -238,7 +238,7 @@ def test_turns_are_answers_of_their_own(tmp_path: Path) -> None:
     ],
 )
 def test_missing_and_contradicting_options_are_refused(arguments: list[str], error_id: str, field: str) -> None:
-    done = support.run_main(*arguments)
+    done = run_main(*arguments)
     assert (done.code, done.error_id, done.field) == (2, error_id, field)
     assert not Path("x").exists()
 
@@ -310,7 +310,7 @@ def test_files_that_were_harmed_are_named(
 ) -> None:
     file = next(copied.glob("*.safetensors"))
     harm(file)
-    done = support.run_main(*REPLAY, "--dump", copied, "--head-from", "tiny")
+    done = run_main(*REPLAY, "--dump", copied, "--head-from", "tiny")
     assert (done.code, done.field) == (3, field)
     assert id in (None, done.error_id)
     assert done.error is not None
@@ -320,7 +320,7 @@ def test_files_that_were_harmed_are_named(
 def test_a_file_that_the_manifest_does_not_list_is_refused(copied: Path) -> None:
     file = next(copied.glob("*.safetensors"))
     (copied / "99999-0.safetensors").write_bytes(file.read_bytes())
-    done = support.run_main(*REPLAY, "--dump", copied, "--head-from", "tiny")
+    done = run_main(*REPLAY, "--dump", copied, "--head-from", "tiny")
     assert (done.code, done.error_id) == (3, "unlisted-file")
 
 
@@ -347,16 +347,14 @@ def test_malformed_manifests_are_refused(
 ) -> None:
     file = copied / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    done = support.run_main(*REPLAY, "--dump", copied, "--head-from", "tiny")
+    done = run_main(*REPLAY, "--dump", copied, "--head-from", "tiny")
     assert (done.code, done.error_id, done.field) == (code, id, field), done.err
 
 
 def test_a_dump_of_other_taps_is_refused_with_both_named(tmp_path: Path) -> None:
     folder = tmp_path / "dump"
-    assert (
-        support.run_main("dump", "tiny", "--taps", "0,2", "--num-prompts", "1", "-n", "4", "--output", folder).code == 0
-    )
-    done = support.run_main(*REPLAY, "--dump", folder, "--head-from", "tiny")
+    assert run_main("dump", "tiny", "--taps", "0,2", "--num-prompts", "1", "-n", "4", "--output", folder).code == 0
+    done = run_main(*REPLAY, "--dump", folder, "--head-from", "tiny")
     assert (done.code, done.error_id, done.field) == (3, "dump-lacks-layers", "target_layer_ids")
     assert done.error is not None
     assert (done.error.path, done.error.found) == (DRAFT, (0, 2, 3, 4))
@@ -391,7 +389,7 @@ def test_packed_ends_are_refused(copied: Path, tmp_path: Path) -> None:
     )
     manifest = json.loads((copied / "manifest.json").read_text())
     (copied / "manifest.json").write_text(json.dumps(manifest | {"ends_digest": None}))
-    done = support.run_main(*REPLAY, "--dump", copied, "--head-from", other)
+    done = run_main(*REPLAY, "--dump", copied, "--head-from", other)
     assert (done.code, done.error_id, done.field) == (5, "packed-tensor", "model.embed_tokens.weight")
 
 
@@ -401,17 +399,17 @@ def test_a_draft_with_copies_needs_no_target(dump: Path, tmp_path: Path) -> None
     embedding = target["model.embed_tokens.weight"]
     head = target.get("lm_head.weight", embedding).clone()
     edit_tensors(own, **{"embed_tokens.weight": embedding, "lm_head.weight": head})
-    done = support.run_main("eval-acceptance", own, *REPLAY[2:], "--dump", dump, "--json")
+    done = run_main("eval-acceptance", own, *REPLAY[2:], "--dump", dump, "--json")
     assert done.code == 0, done.err
     expected = replay("--dump", dump, "--head-from", "tiny", "--json")["histogram"]
     assert json.loads(done.out)["histogram"] == expected
-    done = support.run_main(*REPLAY, "--dump", dump)
+    done = run_main(*REPLAY, "--dump", dump)
     assert (done.code, done.error_id, done.field) == (2, "head-from-missing", "--head-from")
 
 
 def test_a_target_that_transformers_runs_is_dumped_alike(dump: Path, tmp_path: Path) -> None:
     folder = tmp_path / "hosted"
-    done = support.run_main(*DUMP, folder, "--target-runtime", "transformers")
+    done = run_main(*DUMP, folder, "--target-runtime", "transformers")
     assert done.code == 0, done.err
     for name in files_of(folder):
         found, expected = load_file(folder / name), load_file(dump / name)

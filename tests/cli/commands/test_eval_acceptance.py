@@ -13,7 +13,7 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.generation.prompts import PromptRow, gather_rows
 from dflash_runtime.errors import GateFailed, UsageError
 from dflash_runtime.scheduling.sampling_params import SamplingParams
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.edits import edited_config
 from dflash_testing.eval_runs import ENOUGH, SMALL, run_eval
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
@@ -52,7 +52,7 @@ def test_steps_of_the_first_prompts_are_shown() -> None:
     (steps,) = re.findall(r"^steps of \S+:\d+\n((?:\d/7 .*\n)+)$", text, re.MULTILINE)
     assert re.match(r"\d/7 (\[.*\])+$", steps.splitlines()[0])
     assert "often rejected" in run_eval(*SMALL, "--all").stdout
-    refused = support.run_main("eval-acceptance", *SMALL, "--trace", "1", "--json")
+    refused = run_main("eval-acceptance", *SMALL, "--trace", "1", "--json")
     assert (refused.code, refused.out) == (2, "")
     assert (refused.error_id, refused.field) == ("two-results-on-stdout", "--trace")
 
@@ -75,7 +75,7 @@ def test_a_gate_that_is_met_passes(minimum: str, gate: str, enough: Path) -> Non
 
 def test_a_gate_that_is_missed_exits_3_after_the_result(rows: Path) -> None:
     resumed = [*SMALL, "--output", rows, "--resume"]
-    done = support.run_main("eval-acceptance", *resumed, "--min-acceptance", "7.9", "--json")
+    done = run_main("eval-acceptance", *resumed, "--min-acceptance", "7.9", "--json")
     assert done.code == 3
     assert json.loads(done.out)["acceptance_len"] < 7.9
     assert (done.error_id, done.field) == ("acceptance-too-low", "acceptance length")
@@ -106,7 +106,7 @@ def mixed_prompts(path: Path) -> Path:
 def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> None:
     prompts, rows = mixed_prompts(tmp_path / "p.jsonl"), tmp_path / "rows.jsonl"
     options = ["--prompts", prompts, "-n", "8", "--num-resamples", "0"]
-    done = support.run_main("eval-acceptance", *options, "--json", "--output", rows)
+    done = run_main("eval-acceptance", *options, "--json", "--output", rows)
     assert done.code == 2
     document = json.loads(done.out)
     assert (document["num_failed"], document["num_conversations"], document["num_requests"]) == (3, 2, 2)
@@ -122,14 +122,14 @@ def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> Non
     assert any(line.startswith("error: 3 of 5 prompts ") for line in done.err.splitlines())
     result, report = tmp_path / "result.json", tmp_path / "report.md"
     result.write_text(done.out)
-    assert support.run_main("report", result, "-o", report).code == 0
+    assert run_main("report", result, "-o", report).code == 0
     assert "3 of 5 prompts" in report.read_text()
     # The answered turn stays in the file, but its conversation is not measured.
     assert len(rows.read_text().splitlines()) == 4
-    again = support.run_main("eval-acceptance", *options, "--output", rows, "--resume")
+    again = run_main("eval-acceptance", *options, "--output", rows, "--resume")
     assert again.code == 2
     assert "3 of 5 prompts " in again.out.splitlines()[0]
-    allowed = support.run_main("eval-acceptance", *options, "--allow-failed")
+    allowed = run_main("eval-acceptance", *options, "--allow-failed")
     assert allowed.code == 0
     assert allowed.notices.count("prompts-failed") == 1
     assert "warning: 3 of 5 prompts " in allowed.err
@@ -137,7 +137,7 @@ def test_prompts_that_fail_are_named_counted_and_left_out(tmp_path: Path) -> Non
 
 def test_a_run_in_which_every_prompt_fails_is_a_failure(tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "x = 1\n" * 2000}] * 7)  # longer than the target allows
-    done = support.run_main("eval-acceptance", "--prompts", prompts, "--allow-failed")
+    done = run_main("eval-acceptance", "--prompts", prompts, "--allow-failed")
     assert done.code == 2
     assert re.search(r"^    and 2 more.* --json", done.err, re.MULTILINE)
 
@@ -242,7 +242,7 @@ def test_a_curve_that_shows_a_fault_is_named(tmp_path: Path) -> None:
     asked = [str(draft), "--target", "tiny", "--num-prompts", "4", "-n", "32", "--output", rows]
     result = run_eval(*asked)
     result_file.write_text(run_eval(*asked, "--resume", "--json").stdout)
-    assert support.run_main("report", result_file, "-o", report).code == 0
+    assert run_main("report", result_file, "-o", report).code == 0
     (shape,) = json.loads(result_file.read_text())["shapes"]
     for text in (result.stdout, report.read_text()):
         assert f"shape: {shape['name']} (" in text

@@ -24,7 +24,7 @@ from dflash_cli.workers.messages import WorkerSpec
 from dflash_runtime.documents import from_json, to_json
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import DFlashError, GateFailed, HandoffMismatch, PeerUnreachable, UsageError
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.refusals import refuses
 
 FEW = ["eval-acceptance", "tiny", "--disaggregated", "--num-prompts", "12", "-n", "12", "--num-resamples", "0"]
@@ -80,7 +80,7 @@ def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def evaluate(*arguments: object) -> tuple[dict[str, Any], str]:
     """The document of a run, and its text on stderr."""
-    done = support.run_main(*arguments, "--json")
+    done = run_main(*arguments, "--json")
     assert done.code == 0, done.err
     return json.loads(done.out), done.err
 
@@ -125,12 +125,12 @@ def test_two_engines_answer_like_one(options: list[str], tmp_path: Path, monkeyp
 
 @pytest.mark.usefixtures("in_thread")
 def test_a_prefill_side_without_the_draft_is_refused_and_by_force_is_found_out() -> None:
-    refused = support.run_main(*FEW, "--prefill-draft", "none")
+    refused = run_main(*FEW, "--prefill-draft", "none")
     assert (refused.code, refused.out, refused.error_id) == (3, "", "prefill-does-not-fit")
     assert refused.error is not None
     (difference,) = refused.error.found  # fields that only a draft has are left out
     assert difference.startswith("draft: ")
-    forced = support.run_main(*FEW, "-n", "24", "--prefill-draft", "none", "--force-mismatch")
+    forced = run_main(*FEW, "-n", "24", "--prefill-draft", "none", "--force-mismatch")
     assert (forced.code, forced.error_id) == (3, "handoff-changes-result")
     rows_first = [forced.out.find(text) for text in ("the draft's context KV", difference)]
     assert -1 < rows_first[0] < rows_first[1]
@@ -206,7 +206,7 @@ def test_turns_of_a_lost_process_are_prefilled_here(lost_before: list[int], tmp_
 
 @pytest.mark.usefixtures("in_thread")
 def test_an_error_of_the_prefill_process_ends_the_run_in_one_line() -> None:
-    done = support.run_main(*FEW, "--prefill-draft", "no/such/draft")
+    done = run_main(*FEW, "--prefill-draft", "no/such/draft")
     assert (done.code, done.out) == (4, "")
     assert len(done.err[done.err.index("error: ") :].splitlines()) <= 2, "the error and its hint"
     assert "no/such/draft" in done.err
@@ -224,7 +224,7 @@ def test_an_error_of_the_prefill_process_ends_the_run_in_one_line() -> None:
     ],
 )
 def test_options_that_contradict_each_other_are_refused(arguments: list[str], error_id: str, field: str) -> None:
-    done = support.run_main("eval-acceptance", *arguments)
+    done = run_main("eval-acceptance", *arguments)
     assert (done.code, done.out, done.error_id, done.field) == (2, "", error_id, field)
 
 

@@ -11,7 +11,7 @@ import pytest
 from dflash_cli.acceptance import acceptance_report
 from dflash_cli.acceptance.exact_match import final_number
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import Outcome, run_main
 
 SWITCH = "{% if enable_thinking is defined and not enable_thinking %}{{ '# no thoughts\n' }}{% endif %}"
 
@@ -35,8 +35,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(*arguments: object) -> support.Outcome:
-    return support.run_main("eval-acceptance", "tiny", *arguments, "--num-resamples", "200")
+def run(*arguments: object) -> Outcome:
+    return run_main("eval-acceptance", "tiny", *arguments, "--num-resamples", "200")
 
 
 def document(*arguments: object) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def test_another_target_is_measured_on_the_mix_and_says_so(other: Path, tmp_path
     asked = ["--target", other, "--num-prompts", "3", "--sample", "head", "-n", "4"]
     found = document(*asked)
     result.write_text(json.dumps(found))
-    assert support.run_main("report", result, "-o", report).code == 0
+    assert run_main("report", result, "-o", report).code == 0
     assert report.read_text().splitlines()[2].endswith(", on mix-64**")
     assert "\nthe first 3 of 64 " in report.read_text()
     assert "- prompts.version: `1`" in report.read_text()
@@ -79,9 +79,7 @@ def test_without_a_template_the_mix_is_asked_as_text_and_that_is_said(other: Pat
 def test_the_bundled_target_keeps_its_own_prompts(tmp_path: Path) -> None:
     """With any draft."""
     shutil.copytree(tiny_directory() / "draft", tmp_path / "mine")
-    done = support.run_main(
-        "eval-acceptance", tmp_path / "mine", "-t", "tiny", "--num-prompts", "4", "-n", "8", "--json"
-    )
+    done = run_main("eval-acceptance", tmp_path / "mine", "-t", "tiny", "--num-prompts", "4", "-n", "8", "--json")
     found = json.loads(done.out)
     assert (found["prompts"]["name"], found["prompts"]["is_bundled"], found["settings"]["chat"]) == (
         "bundled", True, False,
@@ -112,11 +110,11 @@ def test_thinking_on_and_off_are_two_conditions_of_the_same_prompts(other: Path,
     again = document(*asked, "--resume")
     assert sorted(rows.read_text().splitlines()) == sorted(line.rstrip("\n") for line in whole)
     assert again["conditions"] == found["conditions"]
-    compared = support.run_main("compare", rows, rows)
+    compared = run_main("compare", rows, rows)
     assert compared.code == 0
     assert "12 prompts" in compared.out  # a prompt counts once, under any number of conditions
     (tmp_path / "found.json").write_text(json.dumps(found))
-    from_document = support.run_main("compare", tmp_path / "found.json", rows, "--json")
+    from_document = run_main("compare", tmp_path / "found.json", rows, "--json")
     assert json.loads(from_document.out)["comparisons"][0]["verdict"] == "same"
 
 
@@ -254,20 +252,20 @@ def test_the_final_number_is_scored_with_the_draft_and_without(gsm8k: Path, tmp_
     assert "\nexact match " in text
     assert ": 8 of 8\n" in text
     assert document(*asked, "--exact-match", "none", "--resume")["exact_match"] == []
-    compared = support.run_main("compare", rows, rows)
+    compared = run_main("compare", rows, rows)
     assert compared.code == 0
     assert "8 prompts" in compared.out
 
 
 def test_other_commands_take_a_dataset_too(gsm8k: Path, tmp_path: Path) -> None:
     asked = ["--dataset", f"gsm8k={gsm8k}:2", "--raw", "-n", "4"]
-    generated = support.run_main("generate", *asked, "--json")
+    generated = run_main("generate", *asked, "--json")
     assert generated.code == 0
     assert len(json.loads(generated.out)["rows"]) == 2
-    dumped = support.run_main("dump", "tiny", "--taps", "1", *asked, "--output", tmp_path / "dump")
+    dumped = run_main("dump", "tiny", "--taps", "1", *asked, "--output", tmp_path / "dump")
     assert dumped.code == 0, dumped.err
     assert "2 answers written" in dumped.err
-    refused = support.run_main("generate", "x", *asked)
+    refused = run_main("generate", "x", *asked)
     assert (refused.code, refused.error_id) == (2, "two-prompt-sources")
 
 

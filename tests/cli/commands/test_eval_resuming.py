@@ -10,7 +10,7 @@ import pytest
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.generation import loaded_pair
 from dflash_runtime.errors import UsageError
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.edits import edit_config
 from dflash_testing.eval_runs import SMALL, run_eval
 from dflash_testing.refusals import refuses
@@ -67,7 +67,7 @@ def test_a_draft_is_known_by_whatever_path(tmp_path: Path, monkeypatch: pytest.M
     options = ["--target", "tiny", *SMALL, "--output", "rows.jsonl"]
     run_eval("mine", *options)
     for path in ("./mine", str(tmp_path / "mine")):
-        done = support.run_main("eval-acceptance", path, *options, "--resume")
+        done = run_main("eval-acceptance", path, *options, "--resume")
         assert done.code == 0
         assert " steps, " not in done.err  # nothing was generated
 

@@ -18,7 +18,7 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.metrics import request_metrics
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import launch, run_main
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts, bundled_tokenizer
 from dflash_testing.paths import ROOT
 from dflash_testing.raised_errors import run_or_raise
@@ -40,7 +40,7 @@ def expected() -> RequestOutput:
 def test_text_goes_to_stdout_statistics_and_logs_to_stderr(expected: RequestOutput) -> None:
     """The process also prints the modules that it imports: not transformers, which takes seconds."""
     environment = {"PYTHONPROFILEIMPORTTIME": "1"}
-    done = support.launch("generate", "-v", PROMPT, "-n", "24", "--ignore-eos", "--threads", "1", env=environment)
+    done = launch("generate", "-v", PROMPT, "-n", "24", "--ignore-eos", "--threads", "1", env=environment)
     assert done.code == 0, done.err
     imported = {line.rpartition("|")[2].strip() for line in done.err.splitlines() if line.startswith("import time:")}
     assert "torch" in imported
@@ -106,8 +106,7 @@ def test_a_narrow_verification_says_that_acceptance_is_capped(expected: RequestO
 def test_widths_do_not_adapt_without_step_times() -> None:
     """A warning is printed only if --verify-width auto is given."""
     by_default, asked = (
-        support.run_main("generate", PROMPT, "-n", "9", "--json", *options)
-        for options in ([], ["--verify-width", "auto"])
+        run_main("generate", PROMPT, "-n", "9", "--json", *options) for options in ([], ["--verify-width", "auto"])
     )
     assert (by_default.notices, asked.notices) == ((), ("no-adaptive-width",))
     for done in (by_default, asked):
@@ -172,14 +171,14 @@ def test_a_target_without_a_tokenizer_takes_ids_and_gives_ids(tmp_path: Path, ex
     assert answer["token_ids"] == list(expected.token_ids)
     shown = run("--draft", "tiny", "--target", str(target), "-p", "-", "-n", "24", "--ignore-eos", stdin=rows)
     assert shown.stdout.split() == [str(token) for token in expected.token_ids]
-    refused = support.run_main("generate", PROMPT, "--draft", "tiny", "--target", target)
+    refused = run_main("generate", PROMPT, "--draft", "tiny", "--target", target)
     assert (refused.code, refused.out) == (2, "")
     assert "error: prompt 1: " in refused.err
     assert "lacks a tokenizer" in refused.err
 
 
 def test_a_feature_that_is_switched_off_is_named_once() -> None:
-    done = support.run_main("generate", "x", "-k", "0", "--draft-sampling", "probabilistic", "-n", "4")
+    done = run_main("generate", "x", "-k", "0", "--draft-sampling", "probabilistic", "-n", "4")
     assert done.code == 0
     lines = [line for line in done.err.splitlines() if "probabilistic drafting is off" in line]
     assert len(lines) == 1
@@ -191,7 +190,7 @@ def test_a_row_that_cannot_be_served_harms_no_other(tmp_path: Path, expected: Re
     good = list(expected.prompt_token_ids)
     rows: list[list[int]] = [good, [99_999], good, [1] * 5000]
     prompts.write_text("\n".join(json.dumps({"prompt_token_ids": row}) for row in rows))
-    done = support.run_main("generate", "--prompts", prompts, "--output", "-", "-n", "24", "--ignore-eos")
+    done = run_main("generate", "--prompts", prompts, "--output", "-", "-n", "24", "--ignore-eos")
     assert done.code == 2
     answers = [json.loads(line) for line in done.out.splitlines()]
     assert [answer["finish_reason"] for answer in answers] == ["length", "error", "length", "error"]
@@ -205,7 +204,7 @@ def test_a_row_that_cannot_be_served_harms_no_other(tmp_path: Path, expected: Re
 def test_an_output_is_replaced_only_by_force(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     output.write_text("mine")
-    done = support.run_main("generate", PROMPT, "-n", "4", "--output", output)
+    done = run_main("generate", PROMPT, "-n", "4", "--output", output)
     assert (done.code, done.error_id) == (2, "output-exists")
     error, hint = done.err.splitlines()
     assert error.startswith(f"error: {output}: ")
@@ -223,7 +222,7 @@ def test_a_device_is_written_to_and_stays_one() -> None:
 
 def test_a_checkpoint_as_the_only_prompt_is_pointed_out() -> None:
     def notices(*arguments: str) -> tuple[str, ...]:
-        done = support.run_main("generate", *arguments, "-n", "2")
+        done = run_main("generate", *arguments, "-n", "2")
         assert done.code == 0
         return done.notices
 
@@ -234,7 +233,7 @@ def test_a_checkpoint_as_the_only_prompt_is_pointed_out() -> None:
 
 def test_quiet_leaves_only_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "_is_quiet", False)  # restored after the test
-    loud, quiet = (support.run_main("generate", PROMPT, "-n", "4", *options) for options in ([], ["-q"]))
+    loud, quiet = (run_main("generate", PROMPT, "-n", "4", *options) for options in ([], ["-q"]))
     assert loud.err.splitlines()[0].startswith("loading ")
     assert quiet.err == ""
     assert quiet.out == loud.out
@@ -262,31 +261,31 @@ def test_a_chat_without_a_template_fails_alone(tmp_path: Path, expected: Request
     ]
     prompts.write_text("\n".join(map(json.dumps, rows)))
     options = ["--draft", "tiny", "--target", target, "-n", "24", "--ignore-eos"]
-    done = support.run_main("generate", *options, "--prompts", prompts, "--output", "-")
+    done = run_main("generate", *options, "--prompts", prompts, "--output", "-")
     assert done.code == 2
     answers = [json.loads(line) for line in done.out.splitlines()]
     assert [answer["finish_reason"] for answer in answers] == ["error", "length", "error", "error"]
     assert answers[0]["error"].startswith(f"{prompts}:1: messages ")
     assert answers[1]["token_ids"] == list(expected.token_ids)
     assert answers[3]["error"].startswith(f"{prompts}:3: turn 2 ")
-    text = support.run_main("generate", *options, "--prompts", prompts)
+    text = run_main("generate", *options, "--prompts", prompts)
     assert text.out == bundled_tokenizer().decode(expected.token_ids) + "\n"
 
 
 def test_chat_needs_a_template_for_any_prompt(tmp_path: Path) -> None:
     target = target_without_template(tmp_path / "target")
-    done = support.run_main("generate", "x", "--chat", "--draft", "tiny", "--target", target)
+    done = run_main("generate", "x", "--chat", "--draft", "tiny", "--target", target)
     assert (done.code, done.out) == (2, "")
     assert (done.error_id, done.field) == ("no-chat-template", "--chat")
-    base = support.run_main("generate", "x", "--chat", "-n", "2")
+    base = run_main("generate", "x", "--chat", "-n", "2")
     assert base.notices == ("chat-with-base-model",)
 
 
 def test_an_answer_that_the_model_cuts_is_pointed_out() -> None:
-    done = support.run_main("generate", "x", "-n", "50", "--max-model-len", "40", "--ignore-eos")
+    done = run_main("generate", "x", "-n", "50", "--max-model-len", "40", "--ignore-eos")
     assert done.code == 0
     assert done.notices == ("answers-cut",)
-    assert support.run_main("generate", "x", "-n", "20", "--max-model-len", "40").notices == ()
+    assert run_main("generate", "x", "-n", "20", "--max-model-len", "40").notices == ()
 
 
 def test_a_failed_run_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +345,7 @@ def test_an_interruption_keeps_what_is_finished(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(LLM, "stream", interrupted)
     options = ["-n", "9", "--concurrency", "1", "--output", str(output)]
-    done = support.run_main("generate", "--prompts", prompts, *options)
+    done = run_main("generate", "--prompts", prompts, *options)
     assert (done.code, done.error_id) == (130, "interrupted")
     assert done.error is not None
     assert (done.error.found, done.error.path) == (2, str(output))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from dflash_runtime.checkpoint.stored.digests import digest_value
 from dflash_runtime.errors import DFlashError, PeerUnreachable, UsageError
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import IMPORT_PATHS, run_main
 from dflash_testing.deadline import deadline
 from dflash_testing.engine_kv import BLOCK_SIZE, prefill_layers, save_as_vllm
 from dflash_testing.pairs import bundled_draft_model, bundled_llm, bundled_prompts
@@ -40,7 +40,7 @@ SAMPLED = ["-n", "12", "--temperature", "0.8", "--seed", "3"]
 def handed_off(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sampled text, because sampling continues from the seeds as well."""
     folder = tmp_path_factory.mktemp("handoffs") / "ho"
-    done = support.run_main("generate", "-p", prompts, *SAMPLED, "--handoff-out", folder)
+    done = run_main("generate", "-p", prompts, *SAMPLED, "--handoff-out", folder)
     assert (done.code, done.out) == (0, f"{folder}\n")
     assert "5 prompts handed off" in done.err
     return folder
@@ -53,14 +53,14 @@ def copied(handed_off: Path, tmp_path: Path) -> Path:
 
 
 def rows_of(*arguments: object) -> list[dict[str, Any]]:
-    done = support.run_main("generate", *arguments, "-o", "-")
+    done = run_main("generate", *arguments, "-o", "-")
     assert done.code == 0, done.err
     return [json.loads(line) for line in done.out.splitlines()]
 
 
 def refuse(code: int, *arguments: object) -> DFlashError:
     """The error of a run without a result. It is printed once."""
-    done = support.run_main("generate", *arguments)
+    done = run_main("generate", *arguments)
     assert (done.code, done.out) == (code, ""), done.err
     assert done.err.count("error: ") == 1
     assert done.error is not None
@@ -76,11 +76,11 @@ def test_two_runs_over_a_folder_answer_like_one(prompts: Path, handed_off: Path)
 
 def test_documents_say_what_was_handed_off(prompts: Path, tmp_path: Path) -> None:
     place = tmp_path / "ho"
-    sent = json.loads(support.run_main("generate", "-p", prompts, "-n", 9, "--handoff-out", place, "--json").out)
+    sent = json.loads(run_main("generate", "-p", prompts, "-n", 9, "--handoff-out", place, "--json").out)
     size = sum(file.stat().st_size for file in place.rglob("kv.safetensors"))
     assert (sent["handoffs"]["num_sent"], sent["num_tokens"]) == (5, 5)
     assert 0.9 * size < sent["handoffs"]["num_bytes"] < size
-    loaded = json.loads(support.run_main("generate", "--handoff-in", place, "--check-lossless", "--json").out)
+    loaded = json.loads(run_main("generate", "--handoff-in", place, "--check-lossless", "--json").out)
     assert loaded["handoffs"] == {**sent["handoffs"], "is_sending": False, "num_sent": 0, "num_loaded": 5}
     assert (loaded["num_tokens"], loaded["lossless"]["is_lossless"]) == (45, True)
 
@@ -92,7 +92,7 @@ def test_an_address_joins_two_processes(prompts: Path) -> None:
     asked = ["-p", str(prompts), "-n", "12"]
     sender = subprocess.Popen(
         [sys.executable, "-m", "dflash_cli", "generate", *asked, "--handoff-out", place],
-        env={**os.environ, **support.IMPORT_PATHS},
+        env={**os.environ, **IMPORT_PATHS},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -154,7 +154,7 @@ def test_a_damaged_page_is_prefilled_again_with_one_warning(copied: Path, prompt
     content = bytearray(tensors.read_bytes())
     content[-9] ^= 1
     tensors.write_bytes(content)
-    done = support.run_main("generate", "--handoff-in", copied, "-o", "-")
+    done = run_main("generate", "--handoff-in", copied, "-o", "-")
     assert done.err.count("warning: ") == 1
     assert done.notices.count("prompts-prefilled-here") == 1
     assert "damaged" in done.err
@@ -170,13 +170,13 @@ def test_a_hand_off_of_another_pair_is_refused_by_name_or_taken_by_force(handed_
     assert (error.id, str(error.path), error.found) == ("handoff-does-not-fit", str(handed_off), "00000")
     assert "draft weights: " in error.message
     assert not output.exists()
-    done = support.run_main("generate", *asked, "--force-mismatch")
+    done = run_main("generate", *asked, "--force-mismatch")
     assert done.code == 0, done.err
     (warning,) = (line for line in done.err.splitlines() if line.startswith("warning: "))
     assert done.notices.count("acceptance-may-be-lower") == 1
     assert " 0." in warning, "the acceptance of position 1"
     assert "draft weights: " in warning
-    wrong = support.run_main("generate", "--page-size", "8", "--handoff-in", handed_off, "--force-mismatch")
+    wrong = run_main("generate", "--page-size", "8", "--handoff-in", handed_off, "--force-mismatch")
     assert wrong.notices.count("text-may-be-wrong") == 1
     text = [json.loads(line)["token_ids"] for line in output.read_text().splitlines()]
     assert text == [row["token_ids"] for row in rows_of("--handoff-in", handed_off)]
@@ -203,13 +203,13 @@ def test_a_full_disk_ends_the_run_in_one_line(prompts: Path, tmp_path: Path, mon
 def test_a_folder_that_is_not_empty_is_replaced_only_by_force(copied: Path) -> None:
     (copied / "notes.txt").write_text("mine")
     assert refuse(2, "x", "--handoff-out", copied).id == "output-exists"
-    assert support.run_main("generate", "x", "--handoff-out", copied, "--force").code == 0
+    assert run_main("generate", "x", "--handoff-out", copied, "--force").code == 0
     assert sorted(item.name for item in copied.iterdir()) == ["00000", "notes.txt"]
 
 
 def test_force_removes_the_link_to_a_hand_off_and_not_the_hand_off(copied: Path, handed_off: Path) -> None:
     (copied / "linked").symlink_to(handed_off / "00001")
-    assert support.run_main("generate", "x", "--handoff-out", copied, "--force").code == 0
+    assert run_main("generate", "x", "--handoff-out", copied, "--force").code == 0
     assert sorted(item.name for item in copied.iterdir()) == ["00000"]
     assert (handed_off / "00001" / "handoff.json").is_file()
 
@@ -276,7 +276,7 @@ def test_prompts_begin_with_what_vllm_has_prefilled(prompts: Path, prefilled: Pa
     """Whole blocks without the last token. Other prompts are prefilled here, with a notice."""
     given = ("-p", prompts, *SAMPLED)
     wanted = rows_of(*given)
-    done = support.run_main("generate", *given, "--handoff-in", prefilled, "-o", "-")
+    done = run_main("generate", *given, "--handoff-in", prefilled, "-o", "-")
     found = [json.loads(line) for line in done.out.splitlines()]
     assert [row.pop("num_loaded", 0) for row in found] == [0, 0, 0, 16, 32]
     assert [row.pop("num_loaded", 0) for row in wanted] == [0] * 5

@@ -12,10 +12,11 @@ import torch
 from dflash_kernels import suite
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import launch, run_main
 
 
 def test_json_and_rows_on_stdout_exclude_each_other() -> None:
-    done = support.run_main("generate", "x", "--json", "--output", "-")
+    done = run_main("generate", "x", "--json", "--output", "-")
     assert (done.code, done.out) == (2, "")
     assert (done.error_id, done.field) == ("two-results-on-stdout", "--output")
 
@@ -27,7 +28,7 @@ def test_other_forms_of_prompt_files_are_answered_with_how_to_change_them(tmp_pa
         ('{"question": "x"}', "not-one-prompt", "prompt"),
     ):
         prompts.write_text(text)
-        done = support.run_main("generate", "--prompts", prompts)
+        done = run_main("generate", "--prompts", prompts)
         assert (done.code, done.error_id) == (2, id)
         assert f"error: {prompts}:1: " in done.err
         assert hint in done.err.splitlines()[-1]
@@ -59,7 +60,7 @@ def test_other_forms_of_prompt_files_are_answered_with_how_to_change_them(tmp_pa
 def test_bad_input_ends_in_one_line_and_its_exit_code(
     arguments: list[str], code: int, fields: dict[str, object]
 ) -> None:
-    done = support.run_main("generate", *arguments)
+    done = run_main("generate", *arguments)
     assert done.code == code
     assert {name: getattr(done.error, name) for name in fields} == fields
     first = next(line for line in done.err.splitlines() if not line.startswith("loading "))
@@ -72,7 +73,7 @@ def test_bad_input_ends_in_one_line_and_its_exit_code(
     ("option", "value"), [("--num-speculative-tokens", "8"), ("--max-model-len", "999999"), ("--device", "tpu")]
 )
 def test_a_wrong_field_of_the_engines_config_is_shown_as_its_option(option: str, value: str) -> None:
-    done = support.run_main("generate", "x", option, value)
+    done = run_main("generate", "x", option, value)
     assert done.code == 2
     assert f"error: {option}: " in done.err
 
@@ -81,7 +82,7 @@ def test_a_wrong_field_of_the_engines_config_is_shown_as_its_option(option: str,
 def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As without the interpreter, which this process has switched on."""
     monkeypatch.setattr(suite, "IS_INTERPRETED", False)
-    done = support.run_main("generate", "x", "--kernels", "triton", "--device", "cpu")
+    done = run_main("generate", "x", "--kernels", "triton", "--device", "cpu")
     assert (done.code, done.out) == (5, "")
     assert "error: --kernels: " in done.err
 
@@ -100,7 +101,7 @@ def test_attention_that_the_kernels_do_not_compute_is_refused(
     shape = replace(support.SMALL, head_dim=head_dim)
     draft, target = support.make_native(tmp_path / "draft", shape), support.make_target(tmp_path / "target", shape)
     pair = ["--draft", draft, "--target", target, "--device", "cpu", "--kernels", "triton"]
-    done = support.run_main("generate", "x", *pair, *options)
+    done = run_main("generate", "x", *pair, *options)
     assert done.error is not None
     assert (done.code, done.out, done.error.id) == (5, "", id)
 
@@ -110,19 +111,19 @@ def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         "is_available": True, "device_count": 1, "get_device_capability": (7, 5), "get_device_name": "old",
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    done = support.run_main("generate", "x", "--device", "cuda")
+    done = run_main("generate", "x", "--device", "cuda")
     assert done.error is not None
     assert (done.code, done.error.id) == (5, "gpu-too-old")
 
 
 def test_a_request_too_large_for_the_pool_exits_6_with_the_arithmetic() -> None:
-    done = support.run_main("generate", "x", "-n", "2000", "--kv-memory", "1M")
+    done = run_main("generate", "x", "-n", "2000", "--kv-memory", "1M")
     assert done.code == 6
     assert all(re.search(rf"\b{number}\b", done.err) for number in (126, 16, 2001, 8, 13)), "pages, tokens, the pool"
 
 
 def test_statistics_are_left_out_if_no_prompt_was_answered() -> None:
-    failed, mixed = support.run_main("generate", ""), support.run_main("generate", "", "x", "-n", "1")
+    failed, mixed = run_main("generate", ""), run_main("generate", "", "x", "-n", "1")
     assert (failed.code, mixed.code) == (2, 2)
     assert "0 tokens" not in failed.err
     assert "1 tokens, " in mixed.err or "1 token, " in mixed.err
@@ -133,13 +134,13 @@ def test_prompts_that_a_store_does_not_keep_are_warned_of(tmp_path: Path, monkey
     refused: Future[None] = Future()
     refused.set_exception(OSError("no room"))
     monkeypatch.setattr(PrefixStore, "keep", lambda *_: refused)
-    done = support.run_main("generate", "x = 1; " * 20, "-n", "1", "--prefix-store", tmp_path / "store")
+    done = run_main("generate", "x = 1; " * 20, "-n", "1", "--prefix-store", tmp_path / "store")
     assert (done.code, done.err.count("warning: ")) == (0, 1)
     assert "no room" in done.err
 
 
 def test_prompts_that_are_typed_are_counted_from_1_as_headings_do() -> None:
-    done = support.run_main("generate", "x", "", "-n", "1")
+    done = run_main("generate", "x", "", "-n", "1")
     assert (done.code, "error: prompt 2: " in done.err) == (2, True)
 
 
@@ -156,7 +157,7 @@ def test_prompts_that_are_typed_are_counted_from_1_as_headings_do() -> None:
 )
 @pytest.mark.parametrize("command", [["generate", "x"], ["eval-acceptance", "--num-prompts", "1"]])
 def test_impossible_settings_are_refused(command: list[str], options: list[str], limit: str) -> None:
-    done = support.run_main(*command, *options)
+    done = run_main(*command, *options)
     assert (done.code, done.out, done.field) == (2, "", options[0])
     assert done.error is not None
     assert done.error.found == int(options[1])
@@ -164,7 +165,7 @@ def test_impossible_settings_are_refused(command: list[str], options: list[str],
 
 
 def test_an_empty_prompt_leaves_stdout_empty() -> None:
-    done = support.run_main("generate", "")
+    done = run_main("generate", "")
     assert (done.code, done.out) == (2, "")
     assert "error: " in done.err
 
@@ -173,7 +174,7 @@ def test_transformers_does_not_speak_to_users(tmp_path: Path) -> None:
     """A text longer than the tokenizer's limit is refused in one line, without a warning of transformers."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "x = 1\n" * 3000}))
-    done = support.launch("generate", "--prompts", prompts, "-n", "2")
+    done = launch("generate", "--prompts", prompts, "-n", "2")
     assert done.code == 2
     assert {line.split(" ")[0] for line in done.err.splitlines()} <= {"loading", "error:", "0"}, "0 tokens"
     assert "error: " in done.err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash_cli.checkpoints.references import tiny_directory
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.grammars import SCHEMA
 from dflash_testing.pairs import bundled_tokenizer
 
@@ -31,7 +31,7 @@ def schema(tmp_path: Path) -> Path:
 def test_acceptance_is_measured_with_and_without_the_grammar(schema: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     shared = ("tiny", "--num-prompts", 3, "-n", 40, "--output", rows, "--json")
-    done = support.run_main("eval-acceptance", *shared, "--json-schema", schema, "--compare-without")
+    done = run_main("eval-acceptance", *shared, "--json-schema", schema, "--compare-without")
     result = json.loads(done.out)
     assert [item["grammar"] for item in result["conditions"]] == ["on", "off"]
     assert result["settings"]["grammar"] == {"kind": "json_schema", "text": schema.read_text()}
@@ -45,15 +45,15 @@ def test_acceptance_is_measured_with_and_without_the_grammar(schema: Path, tmp_p
             jsonschema.validate(json.loads(row["text"]), SCHEMA)
         else:
             assert not row["text"].startswith('{"name"')
-    again = support.run_main("eval-acceptance", *shared, "--regex", "a+", "--compare-without", "--resume")
+    again = run_main("eval-acceptance", *shared, "--regex", "a+", "--compare-without", "--resume")
     assert (again.code, again.error_id) == (2, "settings-differ")
 
 
 def test_a_text_matches_the_expression_and_the_grammar(tmp_path: Path) -> None:
     (tmp_path / "rule.lark").write_text('start: "yes" | "no"\n')
-    matched = support.run_main("generate", "x =", "--regex", "[0-9]{3}!")
+    matched = run_main("generate", "x =", "--regex", "[0-9]{3}!")
     assert (len(matched.out.strip()), matched.out.strip()[3]) == (4, "!")
-    chosen = support.run_main("generate", "x =", "--grammar", tmp_path / "rule.lark", "--check-lossless")
+    chosen = run_main("generate", "x =", "--grammar", tmp_path / "rule.lark", "--check-lossless")
     assert (chosen.code, chosen.out.strip() in ("yes", "no")) == (0, True)
 
 
@@ -76,7 +76,7 @@ def test_a_text_matches_the_expression_and_the_grammar(tmp_path: Path) -> None:
 def test_options_without_a_meaning_are_refused(
     command: str, options: tuple[str, ...], code: int, error_id: str
 ) -> None:
-    done = support.run_main(command, "x" if command == "generate" else "tiny", *options)
+    done = run_main(command, "x" if command == "generate" else "tiny", *options)
     assert (done.code, done.error_id) == (code, error_id)
 
 
@@ -95,7 +95,7 @@ def test_tools_reach_the_template_and_a_row_may_have_its_own(caller: Path, tmp_p
     own = [{"type": "function", "function": {"name": "time"}}]
     prompts.write_text(f'{{"prompt": "x"}}\n{json.dumps({"turns": ["x"], "tools": own})}\n')
     pair = ("--draft", "tiny", "--target", caller, "--prompts", prompts, "-n", 1, "--chat")
-    done = support.run_main("generate", *pair, "--tools", tools, "--output", rows)
+    done = run_main("generate", *pair, "--tools", tools, "--output", rows)
     assert done.code == 0
     prompt_ids = [json.loads(line)["prompt_token_ids"] for line in rows.read_text().splitlines()]
     texts = [bundled_tokenizer().decode(ids) for ids in prompt_ids]
@@ -105,13 +105,13 @@ def test_tools_reach_the_template_and_a_row_may_have_its_own(caller: Path, tmp_p
 def test_tools_that_change_no_prompt_are_refused(caller: Path, tmp_path: Path) -> None:
     tools = tmp_path / "tools.json"
     tools.write_text(json.dumps(TOOLS))
-    ignored = support.run_main("eval-acceptance", "tiny", "--num-prompts", 1, "--tools", tools, "--chat")
+    ignored = run_main("eval-acceptance", "tiny", "--num-prompts", 1, "--tools", tools, "--chat")
     assert (ignored.code, ignored.error_id) == (2, "tools-ignored")
-    raw = support.run_main("generate", "x", "-d", "tiny", "--target", caller, "--tools", tools)
+    raw = run_main("generate", "x", "-d", "tiny", "--target", caller, "--tools", tools)
     assert (raw.code, raw.error_id) == (2, "tools-without-template")
     tools.write_text("{}")
-    other = support.run_main("generate", "x", "--chat", "--tools", tools)
+    other = run_main("generate", "x", "--chat", "--tools", tools)
     assert (other.code, other.error_id) == (2, "tools-not-a-list")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "x", "tools": 3}\n')
-    row = support.run_main("generate", "--prompts", tmp_path / "prompts.jsonl")
+    row = run_main("generate", "--prompts", tmp_path / "prompts.jsonl")
     assert (row.code, row.field) == (2, "tools")

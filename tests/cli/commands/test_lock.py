@@ -11,7 +11,7 @@ from dflash_cli.checkpoints.lock import read_lock
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.checkpoints.remote_headers import RemoteRepo
 from dflash_runtime.errors import MISSING, CheckpointNotFound, GateFailed, UnsupportedError, UsageError
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.refusals import refuses
 
 EVALUATE = ["eval-acceptance", "mine", "--target", "tiny", "--num-prompts", "1", "-n", "8"]
@@ -23,7 +23,7 @@ def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A draft in `mine`, and its lock in dflash.lock."""
     shutil.copytree(tiny_directory() / "draft", tmp_path / "mine")
     monkeypatch.chdir(tmp_path)
-    assert support.run_main("lock", "mine", "--target", "tiny").code == 0
+    assert run_main("lock", "mine", "--target", "tiny").code == 0
     document: dict[str, Any] = json.loads(Path("dflash.lock").read_text())
     return document
 
@@ -41,22 +41,22 @@ def test_a_lock_has_both_checkpoints_and_every_deciding_file(locked: dict[str, A
     assert (locked["draft"]["name"], locked["target"]["name"], locked["draft"]["commit"]) == ("mine", "tiny", None)
     assert set(locked["draft"]["sha256"]) == {"config.json", "model.safetensors"}
     assert {"tokenizer.json", "chat_template.jinja", "model.safetensors"} <= set(locked["target"]["sha256"])
-    shown = support.run_main("lock", "mine", "--target", "tiny", "-o", "other.lock", "--json")
+    shown = run_main("lock", "mine", "--target", "tiny", "-o", "other.lock", "--json")
     assert json.loads(shown.out)["draft"] == locked["draft"]
 
 
 def test_a_lock_is_replaced_only_by_force() -> None:
-    assert support.run_main("lock", "mine", "--target", "tiny").code == 2
+    assert run_main("lock", "mine", "--target", "tiny").code == 2
     change()
-    assert support.run_main("lock", "mine", "--target", "tiny", "--force").code == 0
-    assert support.run_main(*VALIDATE, "--lock", "dflash.lock").code == 0
+    assert run_main("lock", "mine", "--target", "tiny", "--force").code == 0
+    assert run_main(*VALIDATE, "--lock", "dflash.lock").code == 0
 
 
 @pytest.mark.parametrize("command", [VALIDATE, EVALUATE])
 def test_a_changed_file_is_named_with_both_hashes(command: list[str], locked: dict[str, Any]) -> None:
-    assert support.run_main(*command, "--lock", "dflash.lock").code == 0
+    assert run_main(*command, "--lock", "dflash.lock").code == 0
     change()
-    done = support.run_main(*command, "--lock", "dflash.lock")
+    done = run_main(*command, "--lock", "dflash.lock")
     assert (done.code, done.out) == (3, "")
     was = locked["draft"]["sha256"]["model.safetensors"][:12]
     (error, hint) = done.err.splitlines()[-2:]
@@ -89,9 +89,9 @@ def test_a_repository_is_known_by_its_commit(locked: dict[str, Any]) -> None:
 
 
 def test_a_result_names_its_lock() -> None:
-    done = support.run_main(*EVALUATE, "--lock", "dflash.lock", "--json")
+    done = run_main(*EVALUATE, "--lock", "dflash.lock", "--json")
     assert json.loads(done.out)["measured"]["lock_sha256"] == read_lock(Path("dflash.lock")).sha256
-    assert json.loads(support.run_main(*EVALUATE, "--json").out)["measured"]["lock_sha256"] is None
+    assert json.loads(run_main(*EVALUATE, "--json").out)["measured"]["lock_sha256"] is None
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -18,7 +18,7 @@ from dflash_cli.generation.tokenizer import Tokenizer
 from dflash_cli.probing import probe_options
 from dflash_cli.probing.runs import counter_watch
 from dflash_cli.probing.servers import http_client
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import Outcome, invoke
 from dflash_testing.fake_engines import FakeEngine, make_text, prompt_rows, texts_of_rows
 from dflash_testing.inference_servers import serving
 from dflash_testing.paths import ROOT
@@ -49,7 +49,7 @@ def engine() -> Iterator[FakeEngine]:
 
 def probe(engine: FakeEngine, *args: object) -> dict[str, Any]:
     """The document of a probe with exit code 0."""
-    done = support.invoke("probe", engine.url, *args, "--json")
+    done = invoke("probe", engine.url, *args, "--json")
     assert done.code == 0, done.err
     document: dict[str, Any] = json.loads(done.out)
     return document
@@ -67,7 +67,7 @@ def test_a_probe_equals_our_own_evaluation_step_for_step(tmp_path: Path) -> None
     """Our engine answers for the server with the bundled pair, and reports its steps in the form of vLLM."""
     own, seen = tmp_path / "own.jsonl", tmp_path / "seen.jsonl"
     sample = ("--num-prompts", "12", "-n", "12")
-    evaluated = json.loads(support.invoke("eval-acceptance", "tiny", *sample, "--output", own, "--json").out)
+    evaluated = json.loads(invoke("eval-acceptance", "tiny", *sample, "--output", own, "--json").out)
     tokenizer = Tokenizer(ROOT / "dflash_cli" / "tiny" / "target")
     engine = FakeEngine(reports="detailed", texts=texts_of_rows(own), encode=tokenizer.encode)
     on_bundled = ("-p", ROOT / "dflash_cli" / "tiny" / "prompts.jsonl")
@@ -91,7 +91,7 @@ def test_a_probe_equals_our_own_evaluation_step_for_step(tmp_path: Path) -> None
 
 
 def test_the_page_names_server_lengths_and_cause(engine: FakeEngine, prompts: Path) -> None:
-    done = support.invoke("probe", engine.url, "-p", prompts, "-n", "40")
+    done = invoke("probe", engine.url, "-p", prompts, "-n", "40")
     assert done.code == 0
     lines = done.out.splitlines()
     assert lines[0].startswith("vllm 0.33.0 serves org/model")
@@ -120,18 +120,18 @@ def test_temporary_faults_are_retried(engine: FakeEngine, prompts: Path, fault: 
 
 def test_a_prompt_that_is_not_answered_is_named_and_left_out(engine: FakeEngine, prompts: Path) -> None:
     engine.faults = {3: "400"}
-    done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
+    done = invoke("probe", engine.url, "-p", prompts, *FEW)
     assert done.code == 2
     assert "prompts-failed" in done.notices
     assert f"prompts.jsonl:3: {engine.url}/v1/completions: answered 400: " in done.err
     engine.faults = {engine.num_answers + 3: "400"}
-    assert support.invoke("probe", engine.url, "-p", prompts, *FEW, "--allow-failed").code == 0
+    assert invoke("probe", engine.url, "-p", prompts, *FEW, "--allow-failed").code == 0
 
 
 def test_a_server_that_ends_is_one_line_and_resume_asks_the_rest(engine: FakeEngine, prompts: Path) -> None:
     rows = prompts.with_name("rows.jsonl")
     engine.faults = dict.fromkeys(range(6, 40), "500")
-    done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--output", rows, "--retries", "0")
+    done = invoke("probe", engine.url, "-p", prompts, *FEW, "--output", rows, "--retries", "0")
     assert (done.code, done.error_id) == (4, "no-answer")
     assert re.search(r" 500\b.* 1 try\b.* 5 answers ", done.err)
     assert "--resume" in done.err
@@ -150,15 +150,13 @@ def test_a_server_that_ends_is_one_line_and_resume_asks_the_rest(engine: FakeEng
 def test_rows_with_other_settings_are_not_resumed(engine: FakeEngine, prompts: Path) -> None:
     rows = prompts.with_name("rows.jsonl")
     probe(engine, "-p", prompts, *FEW, "--output", rows)
-    done = support.invoke(
-        "probe", engine.url, "-p", prompts, "--concurrency", "1", "-n", "8", "--output", rows, "--resume"
-    )
+    done = invoke("probe", engine.url, "-p", prompts, "--concurrency", "1", "-n", "8", "--output", rows, "--resume")
     assert (done.code, done.error_id, done.field) == (2, "settings-differ", "max_new_tokens")
 
 
 @pytest.mark.parametrize("options", [("ftp://x",), ("http://127.0.0.1:9", "--beside", "ftp://x")])
 def test_a_malformed_url_is_refused_before_anything_is_asked(options: tuple[str, ...]) -> None:
-    done = support.invoke("probe", *options)
+    done = invoke("probe", *options)
     assert (done.code, done.field, "asking" in done.err) == (2, "URL", False)
 
 
@@ -166,7 +164,7 @@ def test_a_refused_connection_is_one_line() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = support.invoke("probe", f"http://127.0.0.1:{port}")
+    done = invoke("probe", f"http://127.0.0.1:{port}")
     assert (done.code, done.error_id) == (4, "connection-refused")
     assert f"error: http://127.0.0.1:{port}/v1/models: " in done.err
     assert "Traceback" not in done.err
@@ -174,7 +172,7 @@ def test_a_refused_connection_is_one_line() -> None:
 
 def test_a_server_without_models_is_refused(prompts: Path) -> None:
     with serving(FakeEngine(metrics_text="x")) as engine:
-        done = support.invoke("probe", f"{engine.url}/elsewhere", "-p", prompts)
+        done = invoke("probe", f"{engine.url}/elsewhere", "-p", prompts)
     assert (done.code, done.error_id) == (5, "unknown-server")
 
 
@@ -189,7 +187,7 @@ def test_a_server_without_models_is_refused(prompts: Path) -> None:
 )
 def test_a_server_without_speculative_decoding_is_one_line(changes: dict[str, Any], how: str, prompts: Path) -> None:
     with serving(FakeEngine(has_draft=False, **changes)) as engine:
-        done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
+        done = invoke("probe", engine.url, "-p", prompts, *FEW)
     assert done.code == 5
     assert done.error_id == "no-speculation"
     assert done.error is not None
@@ -200,7 +198,7 @@ def test_a_server_without_speculative_decoding_is_one_line(changes: dict[str, An
 @pytest.mark.parametrize("style", ["vllm", "sglang", "llama.cpp"])
 def test_a_draft_that_is_configured_and_not_engaged_is_said(style: Any, prompts: Path) -> None:
     with serving(FakeEngine(style=style, is_engaged=False)) as engine:
-        done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
+        done = invoke("probe", engine.url, "-p", prompts, *FEW)
     assert done.code == 3
     assert "org/model" in done.out.splitlines()[0]
     assert "(rule 1)" in cause(done)
@@ -211,7 +209,7 @@ def test_counters_that_begin_anew_are_not_used(num_before: int, notice: str, pro
     with serving(FakeEngine(resets_at=8)) as engine:
         for index in range(num_before):
             engine.count(make_text((index,)))
-        done = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "4", "-n", "40", "--json")
+        done = invoke("probe", engine.url, "-p", prompts, "--concurrency", "4", "-n", "40", "--json")
     document = json.loads(done.out)
     (run,) = document["runs"]
     assert (run["origin"], run["counted"]) == ("nothing", None)
@@ -222,8 +220,8 @@ def test_counters_that_begin_anew_are_not_used(num_before: int, notice: str, pro
 
 def test_traffic_of_others_is_noticed(prompts: Path) -> None:
     with serving(FakeEngine(is_shared=True)) as engine:
-        together = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "4", "-n", "40", "--json")
-        alone = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--json")
+        together = invoke("probe", engine.url, "-p", prompts, "--concurrency", "4", "-n", "40", "--json")
+        alone = invoke("probe", engine.url, "-p", prompts, *FEW, "--json")
     for done, notices in (
         (together, {"other-clients-counted"}),
         (alone, {"other-clients-counted", "steps-of-other-clients"}),
@@ -242,8 +240,8 @@ def test_a_request_of_others_that_does_not_end_is_noticed(style: Any, prompts: P
     with serving(FakeEngine(style=style)) as engine:
         (sound,) = probe(engine, "-p", prompts, *FEW)["runs"]
     with serving(FakeEngine(style=style, runs_beside=True)) as engine:
-        together = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "4", "-n", "40", "--json")
-        alone = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--json", "-q")
+        together = invoke("probe", engine.url, "-p", prompts, "--concurrency", "4", "-n", "40", "--json")
+        alone = invoke("probe", engine.url, "-p", prompts, *FEW, "--json", "-q")
     assert "other-clients-counted" in together.notices
     assert {"other-clients-counted", "steps-of-other-clients"} <= set(alone.notices)
     assert "other clients" in alone.err, "--quiet keeps it, because the counted figure is unsafe"
@@ -255,7 +253,7 @@ def test_a_request_of_others_that_does_not_end_is_noticed(style: Any, prompts: P
 
 def test_answers_and_counters_that_disagree_are_noticed(prompts: Path) -> None:
     with serving(FakeEngine(reports="summary", is_shared=True)) as engine:
-        done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--json")
+        done = invoke("probe", engine.url, "-p", prompts, *FEW, "--json")
     (run,) = json.loads(done.out)["runs"]
     assert run["origin"] == "answers"
     assert "step-counts-differ" in done.notices
@@ -265,7 +263,7 @@ def test_answers_and_counters_that_disagree_are_noticed(prompts: Path) -> None:
 def test_counters_without_positions_and_requests_give_the_length_alone(prompts: Path) -> None:
     with serving(FakeEngine(missing=("per_pos", "request_success"))) as engine:
         (run,) = probe(engine, "-p", prompts, "--concurrency", "4", "-n", "40")["runs"]
-        page = support.invoke("probe", engine.url, "-p", prompts, *FEW).out
+        page = invoke("probe", engine.url, "-p", prompts, *FEW).out
     assert (run["origin"], run["per_pos_accepted"], run["counted"]["num_requests"]) == ("counters", [], None)
     assert run["acceptance_len"] == 1 + run["num_accepted_tokens"] / run["num_drafts"]
     assert "by position" not in page
@@ -273,14 +271,14 @@ def test_counters_without_positions_and_requests_give_the_length_alone(prompts: 
 
 def test_counters_that_have_no_text_are_one_line(prompts: Path) -> None:
     with serving(FakeEngine(metrics_text='a{b="\n')) as engine:
-        done = support.invoke("probe", engine.url, "-p", prompts, *FEW)
+        done = invoke("probe", engine.url, "-p", prompts, *FEW)
     assert (done.code, done.error_id) == (5, "not-prometheus")
     assert "/metrics: " in done.err
 
 
 def test_prompts_without_time_are_left_out_and_the_probe_ends(prompts: Path) -> None:
     with serving(FakeEngine(reports="summary", pause_s=0.25)) as engine:
-        done = support.invoke("probe", engine.url, "-p", prompts, "-n", "40", "--max-time", "3", "--json")
+        done = invoke("probe", engine.url, "-p", prompts, "-n", "40", "--max-time", "3", "--json")
     assert done.code == 0
     document = json.loads(done.out)
     assert "time-is-up" in done.notices
@@ -291,36 +289,36 @@ def test_prompts_without_time_are_left_out_and_the_probe_ends(prompts: Path) -> 
 
 def test_a_server_that_hangs_ends_the_probe_in_its_time(prompts: Path) -> None:
     with serving(FakeEngine(reports="summary", pause_s=3)) as engine:
-        done = support.invoke("probe", engine.url, "-p", prompts, "--max-time", "1")
+        done = invoke("probe", engine.url, "-p", prompts, "--max-time", "1")
     assert (done.code, done.error_id) == (4, "time-is-up")
 
 
 def test_an_error_of_a_question_is_an_exit_code_and_a_line(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(style="sglang", split_nats=3.0)
     monkeypatch.setattr(probe_options, "HttpClient", lambda *args, **kwargs: ScriptedClient(script))
-    done = support.invoke("probe", "scripted", "-p", prompts, "-n", "40")
+    done = invoke("probe", "scripted", "-p", prompts, "-n", "40")
     assert done.code == 3
     assert "\nerror answers-not-greedy: 14 of 14 greedy answers " in done.out
     assert "\nasked plain-decoding (15 requests, " in done.out
-    assert support.invoke("probe", "scripted", "-p", prompts, "-n", "40", "--no-questions").code == 0
+    assert invoke("probe", "scripted", "-p", prompts, "-n", "40", "--no-questions").code == 0
 
 
 def test_a_key_is_sent_and_never_shown(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "very-secret")
     with serving(FakeEngine(reports="summary", key="very-secret")) as engine, serving(FakeEngine()) as other:
-        refused = support.invoke("probe", engine.url, "-p", prompts, *FEW)
+        refused = invoke("probe", engine.url, "-p", prompts, *FEW)
         assert (refused.code, "answered 401" in refused.err, "--api-key-env" in refused.err) == (4, True, True)
-        done = support.invoke(
+        done = invoke(
             "probe", engine.url, "-p", prompts, *FEW, "--api-key-env", "MY_KEY", "--beside", other.url, "--json"
         )
         assert done.code == 0
     assert "very-secret" not in done.out + done.err
     assert not any("Authorization" in headers for headers in other.headers)
-    missing = support.invoke("probe", engine.url, "--api-key-env", "ABSENT_KEY")
+    missing = invoke("probe", engine.url, "--api-key-env", "ABSENT_KEY")
     assert (missing.code, "ABSENT_KEY" in missing.err) == (2, True)
 
 
-def cause(done: support.Outcome) -> str:
+def cause(done: Outcome) -> str:
     """The line that names the cause and the rule."""
     return next(line for line in done.out.splitlines() if line.startswith("cause: "))
 
@@ -328,7 +326,7 @@ def cause(done: support.Outcome) -> str:
 def test_a_length_below_our_own_is_a_fault_of_the_engine(engine: FakeEngine, prompts: Path) -> None:
     own = own_result(engine, prompts, rate=0.7)
     with serving(FakeEngine(reports="summary", rate=0.4)) as worse:
-        done = support.invoke("probe", worse.url, "-p", prompts, *FEW, "--result", own)
+        done = invoke("probe", worse.url, "-p", prompts, *FEW, "--result", own)
     assert done.code == 3
     assert "(rule 4)" in cause(done)
     assert "own.1.jsonl: 3." in done.out
@@ -337,7 +335,7 @@ def test_a_length_below_our_own_is_a_fault_of_the_engine(engine: FakeEngine, pro
 def test_a_length_as_low_as_our_own_is_a_fault_of_the_checkpoint(prompts: Path) -> None:
     with serving(FakeEngine(reports="summary", rate=0.1)) as engine:
         own = own_result(engine, prompts, rate=0.1)
-        done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--result", own)
+        done = invoke("probe", engine.url, "-p", prompts, *FEW, "--result", own)
     assert done.code == 3
     assert "(rule 7)" in cause(done)
 
@@ -353,7 +351,7 @@ def test_another_server_is_compared(engine: FakeEngine, prompts: Path) -> None:
 
 def test_lower_acceptance_under_load_is_a_fault_of_the_engine(prompts: Path) -> None:
     with serving(FakeEngine(reports="summary", worse_loaded=1, pause_s=0.01)) as engine:
-        done = support.invoke("probe", engine.url, "-p", prompts, "--concurrency", "1,8", "-n", "40")
+        done = invoke("probe", engine.url, "-p", prompts, "--concurrency", "1,8", "-n", "40")
     assert done.code == 3
     assert "(rule 5)" in cause(done)
     assert [word in done.out for word in ("acceptance-falls-with-load", "draft-off-under-load")] == [True, False]
@@ -363,7 +361,7 @@ def test_lower_acceptance_under_load_is_a_fault_of_the_engine(prompts: Path) -> 
 def test_answers_that_change_under_load_are_near_ties_or_faults(prompts: Path, gap: float, code: int) -> None:
     options = ("--concurrency", "1,8", "-n", "40", "--no-questions", "--json")
     with serving(FakeEngine(reports="summary", changes_at=5, gap=gap, pause_s=0.05)) as engine:
-        done = support.invoke("probe", engine.url, "-p", prompts, *options)
+        done = invoke("probe", engine.url, "-p", prompts, *options)
     assert done.code == code
     (equality,) = json.loads(done.out)["equalities"]
     assert equality["num_near_ties" if code == 0 else "num_unexplained"] == len(equality["differences"]) > 8
@@ -371,15 +369,15 @@ def test_answers_that_change_under_load_are_near_ties_or_faults(prompts: Path, g
 
 
 def test_a_length_below_the_gate_is_an_exit_code(engine: FakeEngine, prompts: Path) -> None:
-    assert support.invoke("probe", engine.url, "-p", prompts, *FEW, "--min-acceptance", "3").code == 0
-    done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--min-acceptance", "5")
+    assert invoke("probe", engine.url, "-p", prompts, *FEW, "--min-acceptance", "3").code == 0
+    done = invoke("probe", engine.url, "-p", prompts, *FEW, "--min-acceptance", "5")
     assert (done.code, done.error_id, done.field) == (3, "acceptance-too-low", "acceptance length")
 
 
 def test_a_result_of_other_prompts_is_refused_before_anything_is_asked(engine: FakeEngine, prompts: Path) -> None:
     own = own_result(engine, prompts)
     prompts.write_text('{"prompt_token_ids": [1, 2]}\n')
-    done = support.invoke("probe", engine.url, "-p", prompts, *FEW, "--result", own)
+    done = invoke("probe", engine.url, "-p", prompts, *FEW, "--result", own)
     assert (done.code, engine.num_answers, done.error_id) == (2, 0, "other-prompts")
 
 
@@ -394,14 +392,14 @@ def test_conversations_are_rendered_by_the_server_and_go_on_with_its_answers(
 
 @pytest.mark.parametrize("text", ["0", "1,1", "x", ""])
 def test_numbers_of_requests_are_checked(text: str) -> None:
-    done = support.invoke("probe", "http://localhost", "--concurrency", text)
+    done = invoke("probe", "http://localhost", "--concurrency", text)
     assert (done.code, "--concurrency" in done.err) == (2, True)
 
 
 def test_known_faults_of_the_engine_are_said(prompts: Path) -> None:
     with serving(FakeEngine(style="sglang", release="0.5.23.post1")) as engine:
         faults = probe(engine, "-p", prompts, *FEW, "-d", "tiny:reduced")["known_faults"]
-        page = support.invoke("probe", engine.url, "-p", prompts, *FEW, "-d", "tiny:reduced").out
+        page = invoke("probe", engine.url, "-p", prompts, *FEW, "-d", "tiny:reduced").out
     assert {fault.split()[0] for fault in faults} >= {"S09", "S10"}
     assert re.search(r"\nknown of sglang: S10 .*1024 .*2048 ", page)
 
@@ -436,7 +434,7 @@ def test_a_file_that_a_later_run_would_overwrite_is_refused_before_the_first(
 ) -> None:
     (tmp_path / "rows.2.jsonl").touch()
     for more, name in ((["--concurrency", "1,2"], "rows.2.jsonl"), (["--output", tmp_path / "no" / "r.jsonl"], "no")):
-        outcome = support.invoke("probe", engine.url, "-p", prompts, "--output", tmp_path / "rows.jsonl", *more)
+        outcome = invoke("probe", engine.url, "-p", prompts, "--output", tmp_path / "rows.jsonl", *more)
         assert outcome.code == 2
         assert f"error: {tmp_path / name}: " in outcome.err
     assert engine.num_answers <= 2  # the requests that test whether a draft is served
@@ -453,5 +451,5 @@ def test_keys_engines_and_prompts_are_refused_by_what_was_typed(
         (["--engine", "vlm"], "--engine"),
         (["--result", own], "--result"),
     ):
-        outcome = support.invoke("probe", engine.url, *more)
+        outcome = invoke("probe", engine.url, *more)
         assert (outcome.code, outcome.field) == (2, field), outcome.err

@@ -11,6 +11,7 @@ from dflash_cli.checkpoints.hub import download_snapshot
 from dflash_cli.publishing import pull_plan
 from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
+from dflash_testing.command_line import Outcome, invoke
 from dflash_testing.gguf_files import make_gguf, make_split
 
 REPO = "acme/draft"
@@ -32,7 +33,7 @@ def server(running: hub.LocalHub, tmp_path: Path) -> hub.LocalHub:
     return running
 
 
-Pull = Callable[..., support.Outcome]
+Pull = Callable[..., Outcome]
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def pull(server: hub.LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return lambda *options: hub.run("pull", *(options or (REPO,)), env=hub.environment(server, tmp_path / "home"))
 
 
-def read(done: support.Outcome) -> dict[str, Any]:
+def read(done: Outcome) -> dict[str, Any]:
     assert done.code == 0, done.err
     return json.loads(done.out)  # type: ignore[no-any-return]
 
@@ -138,8 +139,8 @@ def test_a_gguf_file_is_chosen_and_its_folder_is_a_draft(pull: Pull, quantised: 
     assert changes(read(pull(GGUF, "--gguf", word, "--json"))) == {Q8: "new", "README.md": "new"}
     kept = files(Path("draft-GGUF"))
     assert kept == {name: quantised.repos[GGUF][name] for name in (Q8, "README.md")}
-    assert support.invoke("inspect", "draft-GGUF").code == 0
-    assert support.invoke("validate", "draft-GGUF", "--engine", "llama.cpp").code == 0
+    assert invoke("inspect", "draft-GGUF").code == 0
+    assert invoke("validate", "draft-GGUF", "--engine", "llama.cpp").code == 0
     other = pull(GGUF, "--gguf", BF16, "--force")
     assert (other.code, other.error_id, files(Path("draft-GGUF"))) == (2, "other-weights-here", kept)
 
@@ -159,7 +160,7 @@ def test_a_split_draft_in_a_folder_is_pulled_whole(
     assert done.code == 0
     assert files(Path("draft-GGUF/Q8")) == {name.removeprefix("Q8/"): data for name, data in parts.items()}
     assert f"validate {Path('draft-GGUF/Q8')}" in done.err
-    assert support.invoke("inspect", "draft-GGUF/Q8").code == 0
+    assert invoke("inspect", "draft-GGUF/Q8").code == 0
 
 
 def test_a_split_draft_without_a_part_is_refused_before_a_download(

@@ -18,6 +18,7 @@ from dflash_runtime.errors import DFlashError
 from dflash_testing import checkpoints as support
 from dflash_testing import gguf_files
 from dflash_testing import hub_server as hub
+from dflash_testing.command_line import Outcome
 from dflash_testing.edits import edited_config
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 from dflash_testing.hub_uploads import WRITER, Uploads
@@ -43,12 +44,12 @@ def server(running: hub.LocalHub) -> hub.LocalHub:
     return running
 
 
-Push = Callable[..., support.Outcome]
+Push = Callable[..., Outcome]
 
 
 @pytest.fixture
 def push(server: hub.LocalHub, folder: Path, tmp_path: Path) -> Push:
-    def run(*options: object, repo: str = REPO, **variables: str) -> support.Outcome:
+    def run(*options: object, repo: str = REPO, **variables: str) -> Outcome:
         env = hub.environment(server, tmp_path / "home") | {"HF_TOKEN": WRITER} | variables
         done = hub.run("push", folder, repo, "--level", "headers", *options, env=env)
         assert WRITER not in done.out + done.err
@@ -57,7 +58,7 @@ def push(server: hub.LocalHub, folder: Path, tmp_path: Path) -> Push:
     return run
 
 
-def read(done: support.Outcome) -> dict[str, Any]:
+def read(done: Outcome) -> dict[str, Any]:
     assert done.code == 0, done.err
     return json.loads(done.out)  # type: ignore[no-any-return]
 

@@ -1,6 +1,6 @@
 """`dflash schema`: every document that a command prints or writes follows its schema.
 
-`support.run_main` and `support.invoke` also check every document that other tests print.
+`run_main` and `invoke` also check every document that other tests print.
 """
 
 import json
@@ -13,7 +13,7 @@ import pytest
 
 from dflash_cli.documents.kinds import KINDS, read_schema
 from dflash_cli.main import COMMANDS
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.documents import check_document
 
 FEW = ["--num-prompts", "2", "-n", "8"]
@@ -41,17 +41,17 @@ DOCUMENTS: dict[str, list[str]] = {
 def test_printed_documents_follow_their_schema(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("times.json").write_text('{"plain": {"1": 5}, "resized": {"7": {"1": 6}}}')
-    document = json.loads(support.run_main(*DOCUMENTS[name], "--json").out)
+    document = json.loads(run_main(*DOCUMENTS[name], "--json").out)
     assert (document["kind"], document["schema_version"]) == (name.split()[0], 1)
     check_document(document)
 
 
 def test_written_documents_follow_their_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    support.run_main("lock", "tiny")
-    support.run_main("convert", "tiny", "out", "--to", "speculators", "--verify", "logits", "--target", "tiny")
-    support.run_main("eval-acceptance", "tiny", *FEW, "--output", "rows.jsonl")
-    support.run_main("generate", "def f", "-n", "8", "--handoff-out", "handed")
+    run_main("lock", "tiny")
+    run_main("convert", "tiny", "out", "--to", "speculators", "--verify", "logits", "--target", "tiny")
+    run_main("eval-acceptance", "tiny", *FEW, "--output", "rows.jsonl")
+    run_main("generate", "def f", "-n", "8", "--handoff-out", "handed")
     (handed,) = Path("handed").iterdir()
     texts = {
         "handoff": (handed / "handoff.json").read_text(),
@@ -66,7 +66,7 @@ def test_written_documents_follow_their_schema(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_key_that_is_missing_or_not_in_the_schema_is_noticed() -> None:
-    document: dict[str, Any] = json.loads(support.run_main("validate", "tiny", "--json").out)
+    document: dict[str, Any] = json.loads(run_main("validate", "tiny", "--json").out)
     for wrong in (document | {"extra": 1}, document | {"passed": "yes"}, {**document, "findings": [{}]}):
         with pytest.raises(AssertionError):
             check_document(wrong)
@@ -82,12 +82,12 @@ def test_every_command_that_prints_a_document_has_a_schema() -> None:
 
 
 def test_a_schema_is_printed_whole_and_all_are_listed() -> None:
-    listed = support.run_main("schema").out.splitlines()
+    listed = run_main("schema").out.splitlines()
     assert [line.split()[0] for line in listed] == list(KINDS) == sorted(KINDS)
-    printed = json.loads(support.run_main("schema", "eval-acceptance").out)
+    printed = json.loads(run_main("schema", "eval-acceptance").out)
     assert printed == read_schema("eval-acceptance")
     assert {"Interval", "EvaluationRun", "Identity", "ConversationCounts"} <= set(printed["$defs"])
-    wrong = support.run_main("schema", "evaluation")
+    wrong = run_main("schema", "evaluation")
     assert (wrong.code, wrong.field) == (2, "KIND")
     assert wrong.error_id == "unknown-kind"
 

@@ -16,6 +16,7 @@ from huggingface_hub import constants
 from dflash_cli.terminal import environment
 from dflash_cli.terminal.environment import find_conflicts
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 
 BLOCK = support.SMALL.block
 
@@ -26,7 +27,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def line(pair: tuple[Path, Path], engine: str, *more: str) -> str:
-    outcome = support.invoke("serve-command", pair[0], "--target", pair[1], "--engine", engine, *more)
+    outcome = invoke("serve-command", pair[0], "--target", pair[1], "--engine", engine, *more)
     assert outcome.code == 0, outcome.err
     return outcome.out.strip()
 
@@ -76,7 +77,7 @@ class TestLine:
         assert speculative_config(line(pair, "vllm", "-k", "2"))["num_speculative_tokens"] == 2
 
     def test_more_tokens_than_trained_are_refused(self, pair: tuple[Path, Path]) -> None:
-        outcome = support.invoke("serve-command", pair[0], "--target", pair[1], "--engine", "vllm", "-k", BLOCK)
+        outcome = invoke("serve-command", pair[0], "--target", pair[1], "--engine", "vllm", "-k", BLOCK)
         assert (outcome.code, outcome.error_id) == (2, "too-many-drafts")
         assert outcome.error is not None
         assert outcome.error.message.startswith(f"{outcome.field}: ")
@@ -119,7 +120,7 @@ class TestLine:
         assert document["verdict"]["outcome"] == "serves"
 
     def test_the_bundled_pair(self) -> None:
-        outcome = support.invoke("serve-command", "tiny", "--engine", "vllm")
+        outcome = invoke("serve-command", "tiny", "--engine", "vllm")
         assert outcome.code == 0
         assert speculative_config(outcome.out)["num_speculative_tokens"] == 7
 
@@ -135,7 +136,7 @@ class TestLine:
 class TestRefusal:
     def test_a_dialect_the_engine_cannot_read(self, tmp_path: Path) -> None:
         draft, target = support.make_speculators(tmp_path / "draft"), support.make_target(tmp_path / "target")
-        outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "sglang")
+        outcome = invoke("serve-command", draft, "--target", target, "--engine", "sglang")
         assert (outcome.code, outcome.error_id, outcome.field) == (5, "not-served", "S09")
         assert outcome.error is not None
         assert str(outcome.error.hint).startswith("dflash convert ")
@@ -144,30 +145,30 @@ class TestRefusal:
     def test_a_relative(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft", xpress_topc=0)
         target = support.make_target(tmp_path / "target")
-        assert support.invoke("serve-command", draft, "--target", target, "--engine", "vllm").code == 5
+        assert invoke("serve-command", draft, "--target", target, "--engine", "vllm").code == 5
 
     def test_another_target(self, tmp_path: Path) -> None:
         draft = support.make_native(tmp_path / "draft")
         target = support.make_target(tmp_path / "target", support.Shape(hidden=24))
-        outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
+        outcome = invoke("serve-command", draft, "--target", target, "--engine", "vllm")
         assert outcome.code == 3
         assert "P01" in outcome.err or "N05" in outcome.err
 
     def test_a_rule_about_lower_acceptance_is_a_warning(self, tmp_path: Path) -> None:
         draft = support.make_speculators(tmp_path / "draft", sliding_window_non_causal=False)
         target = support.make_target(tmp_path / "target")
-        outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
+        outcome = invoke("serve-command", draft, "--target", target, "--engine", "vllm")
         assert outcome.code == 0
         assert "warning: C20" in outcome.err
 
     def test_no_engine(self) -> None:
-        outcome = support.invoke("serve-command", "tiny", "--engine", ",")
+        outcome = invoke("serve-command", "tiny", "--engine", ",")
         assert (outcome.code, outcome.field) == (2, "--engine")
 
     def test_one_of_two_engines(self, tmp_path: Path) -> None:
         """The command of the other engine is printed. The exit code and the last line belong to the refusal."""
         draft, target = support.make_speculators(tmp_path / "draft"), support.make_target(tmp_path / "target")
-        outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm,sglang")
+        outcome = invoke("serve-command", draft, "--target", target, "--engine", "vllm,sglang")
         assert outcome.code == 5
         assert outcome.out.startswith("# vllm 0.33\nvllm serve ")
         assert "sglang.launch_server" not in outcome.out
@@ -175,7 +176,7 @@ class TestRefusal:
 
     def test_a_target_that_only_the_draft_names_is_absent(self, tmp_path: Path) -> None:
         draft = support.make_speculators(tmp_path / "draft")
-        outcome = support.invoke("serve-command", draft, "--engine", "vllm")
+        outcome = invoke("serve-command", draft, "--engine", "vllm")
         assert outcome.code == 4
         error, hint = outcome.err.splitlines()[-2:]
         assert error.startswith("error: acme/target: ")
@@ -183,7 +184,7 @@ class TestRefusal:
         assert "--target" in hint
 
     def test_no_target(self, tmp_path: Path) -> None:
-        outcome = support.invoke("serve-command", support.make_native(tmp_path / "draft"), "--engine", "vllm")
+        outcome = invoke("serve-command", support.make_native(tmp_path / "draft"), "--engine", "vllm")
         assert outcome.code == 2
         assert "add --target" in outcome.err
 
@@ -192,7 +193,7 @@ class TestEnv:
     def test_document(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
         monkeypatch.setenv("HF_HUB_CACHE", "/somewhere/hub")
-        outcome = support.invoke("env", "--json")
+        outcome = invoke("env", "--json")
         assert outcome.code == 0
         assert "hf_secret" not in outcome.out
         document = json.loads(outcome.out)
@@ -213,7 +214,7 @@ class TestEnv:
 
     def test_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        outcome = support.invoke("env")
+        outcome = invoke("env")
         assert re.search(r"^HF_TOKEN +not set$", outcome.out, re.MULTILINE)
         assert "torch " in outcome.out
 
@@ -259,7 +260,7 @@ def install(site: Path, name: str, file: tuple[str, str]) -> metadata.PathDistri
 def test_a_config_that_cannot_be_read_is_an_error_though_no_engine_stops_at_it(tmp_path: Path) -> None:
     draft = support.make_native(tmp_path / "draft", rms_norm_eps=[1, 2])
     target = support.make_target(tmp_path / "target")
-    outcome = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
+    outcome = invoke("serve-command", draft, "--target", target, "--engine", "vllm")
     assert (outcome.code, outcome.field) == (3, "rms_norm_eps")
     assert outcome.error is not None
     assert outcome.error.found == [1, 2]
@@ -269,13 +270,13 @@ def test_a_draft_without_a_block_is_served_as_it_is_asked_for(tmp_path: Path) ->
     """A draft in the form that nvidia publishes. Only the option states how many tokens to draft."""
     draft = support.make_native(tmp_path / "dflash-draft", block_size=support.REMOVED)
     target = support.make_target(tmp_path / "target")
-    silent = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm")
+    silent = invoke("serve-command", draft, "--target", target, "--engine", "vllm")
     assert silent.code == 2
     assert "block_size" in silent.err
-    told = support.invoke("serve-command", draft, "--target", target, "--engine", "vllm", "-k", 3)
+    told = invoke("serve-command", draft, "--target", target, "--engine", "vllm", "-k", 3)
     assert told.code == 0, told.err
     assert speculative_config(told.out)["num_speculative_tokens"] == 3
     for level in ("headers", "weights"):
-        outcome = support.invoke("validate", draft, "--target", target, "-k", 3, "--level", level, "--json")
+        outcome = invoke("validate", draft, "--target", target, "-k", 3, "--level", level, "--json")
         assert outcome.code == 3
         assert [item["id"] for item in json.loads(outcome.out)["findings"] if item["severity"] == "error"] == ["C03"]

@@ -15,7 +15,7 @@ from dflash_cli.tuning.step_costs import StepCosts
 from dflash_cli.tuning.tuned_engines import tuned_engines
 from dflash_cli.tuning.tuner import STEP_TIMES_FILE
 from dflash_runtime.errors import MISSING
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import Outcome, invoke
 
 TIMES = {
     "plain": {"1": [10.0] * 3, "64": [10.0] * 3},
@@ -26,13 +26,13 @@ TIMES = {
 """At batch 1 the whole block pays. At batch 64 drafting does not pay."""
 
 
-def tune(folder: Path, *more: object, times: dict[str, Any] = TIMES) -> support.Outcome:
+def tune(folder: Path, *more: object, times: dict[str, Any] = TIMES) -> Outcome:
     file, prompts = folder / "times.json", folder / "prompts.jsonl"
     file.write_text(json.dumps(times))
     rows = [{"prompt_token_ids": [40 + place, 50, 60], "category": "ab"[place % 2]} for place in range(12)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = ["--prompts", prompts, "-n", 8, "--num-resamples", 200, "--device", "cpu"]
-    return support.invoke("tune", "tiny", *small, "--step-times", file, *more)
+    return invoke("tune", "tiny", *small, "--step-times", file, *more)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from dflash_cli.comparing.measured_result import MeasuredResult, read_result
 from dflash_cli.comparing.own_facts import own_facts
 from dflash_cli.comparing.result_comparison import compare_results
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_runs_with_and_without_a_tree_differ_in_it_alone(tmp_path: Path) -> None
     for name, options in (("plain", ()), ("tree", ("--tree", "8"))):
         rows, document = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.json"
         given = ("eval-acceptance", "tiny", "--num-prompts", "2", "-n", "8", *options, "--json", "-o", rows)
-        document.write_text(support.run_main(*given).out)
+        document.write_text(run_main(*given).out)
         runs[name] = [read_result(rows), read_result(document)]
     for base, other in product(runs["plain"], runs["tree"]):
         (found,) = compare_results([base, other])

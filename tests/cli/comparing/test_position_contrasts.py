@@ -11,7 +11,7 @@ from dflash_cli.comparing.measured_result import read_result
 from dflash_cli.comparing.result_comparison import Comparison, compare_results
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 from dflash_testing.refusals import refuses
 
@@ -97,16 +97,16 @@ def test_rows_without_counts_by_position_are_named(tmp_path: Path) -> None:
     for row in content["conversations"]:
         del row["histogram"]
     paths[1].write_text(json.dumps(content))
-    done = support.run_main("compare", *map(str, paths), "--json")
+    done = run_main("compare", *map(str, paths), "--json")
     (entry,) = json.loads(done.out)["comparisons"]
     assert entry["positions"] == []
     assert "b.json" in entry["no_positions"]
-    assert "by position: not known: " in support.run_main("compare", *map(str, paths)).out
+    assert "by position: not known: " in run_main("compare", *map(str, paths)).out
 
 
 def test_json_has_each_position_with_its_interval(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.json", BASE), write(tmp_path / "b.json", WORSE_AFTER_2)]
-    (entry,) = json.loads(support.run_main("compare", *map(str, paths), "--json").out)["comparisons"]
+    (entry,) = json.loads(run_main("compare", *map(str, paths), "--json").out)["comparisons"]
     assert [line["position"] for line in entry["positions"]] == [1, 2, 3, 4]
     assert entry["positions"][2]["interval"]["high"] < 0
     assert [line["verdict"] for line in entry["positions"]] == ["same", "undecided", "lower", "lower"]

@@ -11,13 +11,14 @@ from dflash_cli.conversion.plan import plan_conversion
 from dflash_cli.conversion.spec import ConversionSpec
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import Outcome, invoke
 from dflash_testing.refusals import refuses
 
 OLD = support.Shape(vocab=40, draft_vocab=40)
 
 
-def force(source: Path, destination: Path | str) -> support.Outcome:
-    return support.invoke("convert", source, destination, "--to", "native", "--force")
+def force(source: Path, destination: Path | str) -> Outcome:
+    return invoke("convert", source, destination, "--to", "native", "--force")
 
 
 class TestForce:
@@ -99,7 +100,7 @@ class TestForce:
         source = support.make_native(tmp_path / "source")
         (source / "deep").mkdir()
         (tmp_path / "link").symlink_to(source)
-        outcome = support.invoke("convert", source, tmp_path / name, "--to", "native")
+        outcome = invoke("convert", source, tmp_path / name, "--to", "native")
         assert (outcome.code, outcome.error_id) == (2, "destination-in-source")
 
     def test_a_source_behind_a_link_is_not_replaced(self, tmp_path: Path) -> None:

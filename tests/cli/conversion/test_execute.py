@@ -22,6 +22,7 @@ from dflash_cli.formats.dialect import writable_formats
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.errors import LossyConversion, PairMismatch, TensorMismatch, UnsupportedError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.refusals import refuses
 
 NOT_STATED = frozenset({"verifier"})
@@ -163,7 +164,7 @@ class TestVerifier:
 
     def test_local_target_gives_its_name_and_a_warning(self, tmp_path: Path) -> None:
         source, target = support.make_native(tmp_path / "source"), support.make_target(tmp_path / "Qwen3-8B")
-        outcome = support.invoke("convert", source, tmp_path / "out", "--to", "speculators", "--target", target)
+        outcome = invoke("convert", source, tmp_path / "out", "--to", "speculators", "--target", target)
         assert (outcome.code, outcome.notices) == (0, ("target-named-by-directory",))
         verifier = open_draft(tmp_path / "out").config.verifier
         assert verifier is not None
@@ -171,7 +172,7 @@ class TestVerifier:
 
     def test_none(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
-        outcome = support.invoke("convert", source, tmp_path / "out", "--to", "speculators")
+        outcome = invoke("convert", source, tmp_path / "out", "--to", "speculators")
         assert (outcome.code, outcome.error_id) == (2, "verifier-unknown")
 
 
@@ -193,20 +194,20 @@ class TestReducedHead:
         """Without the map the draft proposes other tokens, even if the head equals the target's rows."""
         draft, target = pair
         args = ("convert", draft, tmp_path / "out", "--to", to, "--target", target)
-        refused = support.invoke(*args)
+        refused = invoke(*args)
         assert (refused.code, refused.error_id, refused.field) == (5, "reduced-vocabulary", "draft_vocab_size")
         assert refused.error is not None
         assert "--allow-lossy" in str(refused.error.hint)
         assert not (tmp_path / "out").exists()
         if to == "sglang":
-            assert support.invoke("validate", draft, "-t", target, "-e", to, "--fix-out", tmp_path / "out").code == 5
+            assert invoke("validate", draft, "-t", target, "-e", to, "--fix-out", tmp_path / "out").code == 5
         assert not (tmp_path / "out").exists()
-        assert support.invoke(*args, "--allow-lossy").code == 0
+        assert invoke(*args, "--allow-lossy").code == 0
 
     def test_dropped_if_it_equals_the_targets_rows(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
         draft, target = pair
         args = ("convert", draft, tmp_path / "out", "--to", "native", "--target", target, "--allow-lossy")
-        outcome = support.invoke(*args)
+        outcome = invoke(*args)
         assert (outcome.code, outcome.notices) == (0, ("reduced-head-dropped",))
         assert outcome.out == f"{tmp_path / 'out'}\n"
         config = open_draft(tmp_path / "out").config
@@ -236,7 +237,7 @@ class TestReducedHead:
         arrays["lm_head.weight"].view(np.uint8)[7, 0] ^= 1
         support.write_checkpoint(draft, support.speculators_config(support.REDUCED), arrays)
         args = ["--allow-lossy"] if allow_lossy else []
-        outcome = support.invoke("convert", draft, tmp_path / "out", "--to", "native", "--target", target, *args)
+        outcome = invoke("convert", draft, tmp_path / "out", "--to", "native", "--target", target, *args)
         assert (outcome.code, outcome.error_id, outcome.field) == (5, "copy-differs", "lm_head.weight")
         row = int(support.kept_ids(support.REDUCED)[7])
         assert outcome.error is not None
@@ -244,7 +245,7 @@ class TestReducedHead:
         assert not (tmp_path / "out").exists()
 
     def test_refused_without_a_target(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
-        outcome = support.invoke("convert", pair[0], tmp_path / "out", "--to", "native")
+        outcome = invoke("convert", pair[0], tmp_path / "out", "--to", "native")
         assert (outcome.code, outcome.error_id, outcome.field) == (5, "copy-not-compared", "lm_head.weight")
 
     def test_refused_for_another_target(self, pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ class TestFullCopies:
         with refuses(LossyConversion, "copy-not-compared", field="embed_tokens.weight") as caught:
             support.convert(source, tmp_path / "out", "native")
         assert "--allow-lossy" in str(caught.value.hint)
-        outcome = support.invoke("convert", source, tmp_path / "out", "--to", "native", "--allow-lossy")
+        outcome = invoke("convert", source, tmp_path / "out", "--to", "native", "--allow-lossy")
         assert (outcome.code, outcome.notices) == (0, ("embedding-not-compared",))
 
     def test_kept_in_their_dialect_but_for_the_identity_map(self, tmp_path: Path) -> None:
@@ -318,7 +319,7 @@ class TestFullCopies:
 class TestRefusals:
     def test_depth_must_be_known(self, tmp_path: Path) -> None:
         source = support.make_speculators(tmp_path / "source")
-        outcome = support.invoke("convert", source, tmp_path / "out", "--to", "native")
+        outcome = invoke("convert", source, tmp_path / "out", "--to", "native")
         assert (outcome.code, outcome.error_id) == (2, "target-depth-unknown")
         target = support.make_target(tmp_path / "target")
         support.convert(source, tmp_path / "out", "native", target=target)
@@ -328,20 +329,20 @@ class TestRefusals:
         config = {"mask_token_id": 31, "target_layer_ids": [0, 2], "output_multiplier": 0.5}
         source = support.make_native(tmp_path / "source", dflash_config=config)
         args = ["convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "acme/target"]
-        refused = support.invoke(*args)
+        refused = invoke(*args)
         assert (refused.code, refused.field) == (5, "output_multiplier")
-        outcome = support.invoke(*args, "--allow-lossy")
+        outcome = invoke(*args, "--allow-lossy")
         assert (outcome.code, outcome.notices) == (0, ("scales-dropped",))
 
     def test_mask_embedding(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
         (source / "mask_embedding.pt").write_bytes(b"")
         args = ["convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "acme/target"]
-        refused = support.invoke(*args)
+        refused = invoke(*args)
         assert refused.code == 5
         assert refused.error is not None
         assert refused.error.path == source / "mask_embedding.pt"
-        assert support.invoke(*args, "--allow-lossy").code == 0
+        assert invoke(*args, "--allow-lossy").code == 0
 
     def test_causal_full_layers(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source", is_causal=True)
@@ -359,7 +360,7 @@ class TestRefusals:
         del arrays["norm.weight"]
         arrays["extra"] = np.zeros(1, dtype=np.float32)
         source = support.write_checkpoint(tmp_path / "source", support.native_config(), arrays)
-        outcome = support.invoke("convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "a/b")
+        outcome = invoke("convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "a/b")
         assert (outcome.code, outcome.error_id) == (3, "tensor-mismatch")
         assert isinstance(outcome.error, TensorMismatch)
         assert (outcome.error.missing, outcome.error.unexpected) == (("norm.weight",), ("extra",))
@@ -370,21 +371,21 @@ class TestRefusals:
         precious.mkdir()
         (precious / "thesis.txt").write_text("years of work")
         args = ["--force"] if force else []
-        outcome = support.invoke("convert", tmp_path / "absent", precious, "--to", "native", *args)
+        outcome = invoke("convert", tmp_path / "absent", precious, "--to", "native", *args)
         assert outcome.code == 2
         assert (precious / "thesis.txt").exists()
 
     def test_the_source_is_not_replaced(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
-        outcome = support.invoke("convert", source, source, "--to", "native", "--force")
+        outcome = invoke("convert", source, source, "--to", "native", "--force")
         assert (outcome.code, outcome.error_id) == (2, "destination-holds-source")
 
 
 def test_the_bundled_pair_converts_and_validates(tmp_path: Path) -> None:
     for name, to, *options in (("tiny", "speculators"), ("tiny:reduced", "native", "--allow-lossy")):
         destination = tmp_path / to
-        assert support.invoke("convert", name, destination, "--to", to, *options).code == 0
-        assert support.invoke("validate", destination, "--engine", "vllm", "--strict").code == 0
+        assert invoke("convert", name, destination, "--to", to, *options).code == 0
+        assert invoke("validate", destination, "--engine", "vllm", "--strict").code == 0
 
 
 def test_an_interrupted_conversion_does_not_read_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from dflash_runtime.models.target import TargetEnds
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import edit_config, edit_tensors
 from dflash_testing.fp8_models import FORMS, RoundedModel
 from dflash_testing.pairs import (
@@ -43,7 +44,7 @@ def draft(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The bundled draft with matrices in FP8: without q, k, v and the head, or all of them."""
     path: Path = tmp_path_factory.mktemp("fp8") / request.param
     more = ["--quantize-all"] if request.param == "all" else []
-    outcome = support.invoke("convert", "tiny", path, "--to", "native", "--quantize", "fp8", *more)
+    outcome = invoke("convert", "tiny", path, "--to", "native", "--quantize", "fp8", *more)
     assert outcome.code == 0, outcome.err
     assert ("fp8-blocks-cut" in outcome.notices) == bool(more), "k has 64 rows, half a block"
     return path
@@ -112,7 +113,7 @@ def mean_accepted(outputs: list[RequestOutput]) -> float:
 
 def problems(draft: Path, engine: str) -> list[str]:
     """The problems of an engine with packed weights, and the places of those about single parts."""
-    findings = json.loads(support.invoke("validate", draft, "--engine", engine, "--json").out)["findings"]
+    findings = json.loads(invoke("validate", draft, "--engine", engine, "--json").out)["findings"]
     return [f"{item['id']} {item['location']}" for item in findings if item["id"] in ("S32", "S42", "N11")]
 
 
@@ -128,7 +129,7 @@ def test_verdicts_of_engines(draft: Path) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--quantize-all"]])
 def test_a_draft_for_sglang_keeps_fc(more: list[str], tmp_path: Path) -> None:
-    outcome = support.invoke("convert", "tiny", tmp_path / "out", "--to", "sglang", "--quantize", "fp8", *more)
+    outcome = invoke("convert", "tiny", tmp_path / "out", "--to", "sglang", "--quantize", "fp8", *more)
     assert outcome.code == 0, outcome.err
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored["fc.weight"].dtype != FP8
@@ -149,7 +150,7 @@ def test_the_head_of_a_target_in_fp8_is_dequantised(form: str, tmp_path: Path) -
     edit_config(target, quantization_config=FORMS[form].config, tie_word_embeddings=False)
     out = tmp_path / "out"
     options = ("--to", "native", "--quantize", "fp8", "--quantize-all", "--target", target, "--verify", "none")
-    outcome = support.invoke("convert", "tiny", out, *options)
+    outcome = invoke("convert", "tiny", out, *options)
     assert outcome.code == 0, outcome.err
     made, wanted = load_file(out / "model.safetensors"), to_fp8(plain, (128, 128))
     assert torch.equal(made["lm_head.weight"].view(torch.uint8), wanted.values.view(torch.uint8))
@@ -162,11 +163,10 @@ def test_sglang_does_not_read_a_draft_in_fp8_as_plain(tmp_path: Path) -> None:
     RoundedModel(target, "qwen3", FORMS["blocks"], hidden_size=support.SMALL.hidden, vocab_size=support.SMALL.vocab)
     plain = support.make_native(tmp_path / "plain")
     packed = tmp_path / "packed"
-    outcome = support.invoke("convert", plain, packed, "--to", "sglang", "--quantize", "fp8")
+    outcome = invoke("convert", plain, packed, "--to", "sglang", "--quantize", "fp8")
     assert outcome.code == 0, outcome.err
     commands = [
-        support.invoke("serve-command", draft, "--target", target, "--engine", "sglang").out
-        for draft in (plain, packed)
+        invoke("serve-command", draft, "--target", target, "--engine", "sglang").out for draft in (plain, packed)
     ]
     assert ["unquant" in command for command in commands] == [True, False]
 
@@ -174,19 +174,19 @@ def test_sglang_does_not_read_a_draft_in_fp8_as_plain(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [-0.1, 0.0, torch.nan])
 def test_a_scale_that_is_no_positive_number_is_reported(value: float, tmp_path: Path) -> None:
     draft = tmp_path / "draft"
-    assert support.invoke("convert", "tiny", draft, "--to", "native", "--quantize", "fp8").code == 0
+    assert invoke("convert", "tiny", draft, "--to", "native", "--quantize", "fp8").code == 0
     file = draft / "model.safetensors"
     stored = load_file(file)
     stored["fc.weight_scale"].view(-1)[0] = value
     save_file(stored, file, {"format": "pt"})
-    findings = json.loads(support.invoke("validate", draft, "--level", "weights", "--json").out)["findings"]
+    findings = json.loads(invoke("validate", draft, "--level", "weights", "--json").out)["findings"]
     assert any(item["id"] == "N13" and "fc.weight_scale" in item["location"] for item in findings)
     with refuses(CheckpointError, "scale-invalid", path=draft, field="fc.weight_scale"):
         load_draft(open_draft(draft).source, bundled_target_model(torch.float32), placement())
 
 
 def test_a_quantised_draft_is_not_rounded_again(draft: Path, tmp_path: Path) -> None:
-    outcome = support.invoke("convert", draft, tmp_path / "again", "--to", "native", "--quantize", "fp8")
+    outcome = invoke("convert", draft, tmp_path / "again", "--to", "native", "--quantize", "fp8")
     assert outcome.code == 5
     assert not (tmp_path / "again").exists()
 
@@ -196,11 +196,11 @@ def test_a_quantised_draft_is_not_rounded_again(draft: Path, tmp_path: Path) -> 
     [("speculators", ["--quantize", "fp8", "--target-name", "a/b"], 5), ("native", ["--quantize-all"], 2)],
 )
 def test_refusals(to: str, options: list[str], code: int, tmp_path: Path) -> None:
-    assert support.invoke("convert", "tiny", tmp_path / "out", "--to", to, *options).code == code
+    assert invoke("convert", "tiny", tmp_path / "out", "--to", to, *options).code == code
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    outcome = support.invoke("convert", "tiny", tmp_path / "out", "--to", "native", "--quantize", "fp8", "--dry-run")
+    outcome = invoke("convert", "tiny", tmp_path / "out", "--to", "native", "--quantize", "fp8", "--dry-run")
     assert outcome.code == 0
     assert "derived  fc.weight" in outcome.out
     assert not (tmp_path / "out").exists()

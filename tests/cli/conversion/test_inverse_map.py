@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 
 SHAPE = support.REDUCED
 EXPECTED = support.reduced_arrays(SHAPE, support.target_arrays(SHAPE))["t2d"]
@@ -31,7 +32,7 @@ def test_a_missing_map_is_computed(dtype: type, tmp_path: Path) -> None:
     assert found["t2d"].tolist() == EXPECTED.tolist()
     entry = next(item for item in manifest["tensors"] if item["to"] == "t2d")
     assert (entry["from"], entry["change"]) == (None, "derived")
-    assert support.invoke("validate", tmp_path / "out").code == 0
+    assert invoke("validate", tmp_path / "out").code == 0
 
 
 def test_a_map_that_agrees_is_copied(tmp_path: Path) -> None:
@@ -40,9 +41,7 @@ def test_a_map_that_agrees_is_copied(tmp_path: Path) -> None:
 
 
 def test_a_map_that_contradicts_is_replaced_with_a_warning(tmp_path: Path) -> None:
-    outcome = support.invoke(
-        "convert", make(tmp_path / "source", t2d=~EXPECTED), tmp_path / "out", "--to", "speculators"
-    )
+    outcome = invoke("convert", make(tmp_path / "source", t2d=~EXPECTED), tmp_path / "out", "--to", "speculators")
     assert load_file(tmp_path / "out" / "model.safetensors")["t2d"].tolist() == EXPECTED.tolist()
     assert outcome.notices == ("inverse-map-contradicts",)
 
@@ -52,7 +51,7 @@ def test_a_wrong_map_is_refused(row: int, offset: int, id: str, tmp_path: Path) 
     spoiled = offsets()
     spoiled[row] = offset
     source = make(tmp_path / "source", t2d=None, d2t=spoiled)
-    outcome = support.invoke("convert", source, tmp_path / "out", "--to", "speculators")
+    outcome = invoke("convert", source, tmp_path / "out", "--to", "speculators")
     assert (outcome.code, outcome.error_id, outcome.field) == (3, id, "d2t")
 
 

@@ -20,6 +20,7 @@ from dflash_runtime.errors import GateFailed
 from dflash_runtime.models.target import Target
 from dflash_runtime.models.target_loading import load_target
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import edited_config
 from dflash_testing.pairs import placement
 from dflash_testing.paths import GOLDEN
@@ -139,7 +140,7 @@ class TestVerifyLogits:
     def test_a_dropped_head_proposes_the_same_among_its_ids(self, tmp_path: Path) -> None:
         draft = support.make_speculators(tmp_path / "draft", support.REDUCED)
         target = support.make_target(tmp_path / "target", support.REDUCED)
-        outcome = support.invoke(
+        outcome = invoke(
             "convert", draft, tmp_path / "out", "--to", "native", "--target", target, "--verify", "logits", "--json",
             "--allow-lossy",
         )  # fmt: skip

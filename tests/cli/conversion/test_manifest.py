@@ -12,6 +12,7 @@ from dflash_cli.documents.reading import read_document
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import MISSING, CheckpointError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.refusals import refuses
 
 
@@ -68,10 +69,10 @@ def test_every_unknown_key_and_the_metadata_of_headers_are_named(tmp_path: Path)
     support.write_config(draft, config)
     save_file(support.body_arrays(), draft / "model.safetensors", metadata={"format": "pt", "epoch": "3"})
     unknown = {"time_step_limit", "dflash_config.thresh_head_direct_len", "dflash_config.is_causal"}
-    found = json.loads(support.invoke("inspect", draft, "--json").out)
+    found = json.loads(invoke("inspect", draft, "--json").out)
     assert unknown <= found["carried"].keys()
     assert found["metadata"] == {"epoch": "3"}
-    findings = json.loads(support.invoke("validate", draft, "--json").out)["findings"]
+    findings = json.loads(invoke("validate", draft, "--json").out)["findings"]
     named = {item["location"].partition(":")[2] for item in findings if item["id"] == "C49"}
     assert named == {*unknown, "__metadata__.epoch"}
     manifest = support.convert(draft, tmp_path / "out", "native")

@@ -11,6 +11,7 @@ from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.conversion.manifest import Origin, without_paths
 from dflash_runtime.documents import from_json
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -18,9 +19,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def test_a_local_source_and_its_target(tmp_path: Path) -> None:
     source, target = support.make_native(tmp_path / "draft"), support.make_target(tmp_path / "target")
     out = tmp_path / "out"
-    outcome = support.run_main(
-        "convert", source, out, "--to", "speculators", f"--target={target}", "--verify", "logits"
-    )
+    outcome = run_main("convert", source, out, "--to", "speculators", f"--target={target}", "--verify", "logits")
     assert outcome.code == 0, outcome.err
     text = (out / "conversion.json").read_text()
     found = json.loads(text)

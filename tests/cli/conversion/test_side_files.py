@@ -21,6 +21,7 @@ from dflash_cli.checkpoints.torch_zip import read_torch_zip
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.errors import MISSING, CheckpointError, DFlashError, UnsupportedError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.refusals import refuses
 
 EMBEDDING = torch.arange(16, dtype=torch.bfloat16) / 8
@@ -131,7 +132,7 @@ class TestReader:
 
         path = source(tmp_path, {"embedding": Bomb()})
         for to in ("native", "vllm", "sglang"):
-            outcome = support.invoke("convert", path, tmp_path / "out", "--to", to)
+            outcome = invoke("convert", path, tmp_path / "out", "--to", to)
             assert (outcome.code, outcome.error_id) == (5, "torch-zip-pickle-global")
         assert not (tmp_path / "ran").exists()
 
@@ -167,7 +168,7 @@ class TestConversion:
     def test_native_keeps_the_pickle_and_says_who_reads_it(self, tmp_path: Path) -> None:
         """z-lab's MLX loader and vLLM read every safetensors file as weights, so the result has only one."""
         path = source(tmp_path)
-        outcome = support.invoke("convert", path, tmp_path / "out", "--to", "native")
+        outcome = invoke("convert", path, tmp_path / "out", "--to", "native")
         assert outcome.notices == ("mask-embedding-copied",)
         assert (tmp_path / "out" / "mask_embedding.pt").read_bytes() == (path / "mask_embedding.pt").read_bytes()
         assert [item.name for item in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
@@ -191,22 +192,22 @@ class TestConversion:
     @pytest.mark.parametrize("to", ["speculators", "mlx"])
     def test_other_dialects_cannot_hold_it(self, to: str, tmp_path: Path) -> None:
         args = ["convert", source(tmp_path), tmp_path / "out", "--to", to, "--target-name", "a/b"]
-        outcome = support.invoke(*args)
+        outcome = invoke(*args)
         assert (outcome.code, outcome.error_id) == (5, "mask-embedding")
         assert outcome.error is not None
         assert "--allow-lossy" in str(outcome.error.hint)
-        assert support.invoke(*args, "--allow-lossy").code == 0
+        assert invoke(*args, "--allow-lossy").code == 0
         assert not list((tmp_path / "out").glob("mask_embedding*"))
 
     @pytest.mark.parametrize("to", ["native", "mlx", "vllm", "sglang"])
     def test_engines_do_not_read_it_from_safetensors(self, to: str, tmp_path: Path) -> None:
         path = support.make_native(tmp_path / "source")
         save_file({"embedding": EMBEDDING.float().numpy()}, path / "mask_embedding.safetensors")
-        outcome = support.invoke("convert", path, tmp_path / "out", "--to", to)
+        outcome = invoke("convert", path, tmp_path / "out", "--to", to)
         assert (outcome.code, outcome.error_id) == (5, "mask-embedding")
         assert outcome.error is not None
         assert outcome.error.path == path / "mask_embedding.safetensors"
-        assert support.invoke("convert", path, tmp_path / "out", "--to", to, "--allow-lossy").code == 0
+        assert invoke("convert", path, tmp_path / "out", "--to", to, "--allow-lossy").code == 0
         assert not list((tmp_path / "out").glob("mask_embedding*"))
 
     @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ class TestConversion:
         ],
     )
     def test_the_embedding_of_another_draft(self, value: Any, id: str, found: object, tmp_path: Path) -> None:
-        outcome = support.invoke("convert", source(tmp_path, value), tmp_path / "out", "--to", "native")
+        outcome = invoke("convert", source(tmp_path, value), tmp_path / "out", "--to", "native")
         assert (outcome.code, outcome.error_id) == (3, id)
         assert outcome.error is not None
         assert outcome.error.found == found
@@ -247,5 +248,5 @@ def test_a_side_file_that_leads_outside_is_refused(tmp_path: Path) -> None:
     path = support.make_native(tmp_path / "source")
     (tmp_path / "secret").write_text("secret")
     (path / "README.md").symlink_to(tmp_path / "secret")
-    outcome = support.invoke("convert", path, tmp_path / "out", "--to", "native")
+    outcome = invoke("convert", path, tmp_path / "out", "--to", "native")
     assert (outcome.code, outcome.error_id) == (3, "link-outside")

@@ -17,6 +17,7 @@ from dflash_cli.checkpoints import safetensors_writer
 from dflash_cli.conversion import staging
 from dflash_runtime.whole_files import hidden_path
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import IMPORT_PATHS, Outcome, invoke
 
 REFUSALS = {
     errno.EROFS: 2, errno.EIO: 6, errno.EBUSY: 2, errno.EXDEV: 2, errno.EPERM: 2, errno.EACCES: 2, errno.ENOSPC: 6,
@@ -24,11 +25,11 @@ REFUSALS = {
 }  # fmt: skip
 
 
-def convert(tmp_path: Path, *more: str) -> support.Outcome:
+def convert(tmp_path: Path, *more: str) -> Outcome:
     source = tmp_path / "source"
     if not source.exists():
         support.make_native(source)
-    return support.invoke("convert", source, tmp_path / "out", "--to", "native", *more)
+    return invoke("convert", source, tmp_path / "out", "--to", "native", *more)
 
 
 def names(directory: Path) -> list[str]:
@@ -77,7 +78,7 @@ class TestRefusals:
             "from dflash_cli.main import main\nmain()\n"
         )
         args = [sys.executable, "-c", code, "convert", str(source), str(tmp_path / "out"), "--to", "native"]
-        env = {**os.environ, **support.IMPORT_PATHS}
+        env = {**os.environ, **IMPORT_PATHS}
         done = subprocess.run(args, capture_output=True, text=True, env=env, check=False)
         assert done.returncode == 6, done.stderr
         assert "--max-shard-size" in done.stderr
@@ -122,7 +123,7 @@ class TestRemains:
             left = hidden_path(destination, "tmp")
             support.make_native(left)
             (left / ".writing").touch()
-        outcome = support.invoke("convert", source, mine, "--to", "native")
+        outcome = invoke("convert", source, mine, "--to", "native")
         assert (outcome.code, outcome.notices) == (0, ("unfinished-result-removed",))
         assert names(tmp_path) == sorted([left.name, mine.name, "source"])
 
@@ -178,7 +179,7 @@ def test_three_at_once_leave_one_result(tmp_path: Path) -> None:
     wait = "import dflash_cli.conversion.execute as e, sys, time\nv = e.verify_roundtrip\n"
     wait += "def slow(*a):\n    v(*a)\n    print('written', flush=True)\n    sys.stdin.readline()\n"
     wait += "e.verify_roundtrip = slow\nfrom dflash_cli.main import main\nmain()\n"
-    env = {**os.environ, **support.IMPORT_PATHS}
+    env = {**os.environ, **IMPORT_PATHS}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-c", wait, "convert", str(source), str(tmp_path / "out"), "--to"]
     dialects = ("native", "mlx", "vllm")

@@ -13,6 +13,7 @@ from dflash_cli.checkpoints.opening import open_draft
 from dflash_cli.conversion import tap_order as taps_module
 from dflash_cli.conversion.logits import verify_logits
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.refusals import refuses
 
 FORMATS = ("native", "speculators", "vllm", "sglang", "mlx")
@@ -38,7 +39,7 @@ def arguments(path: Path, out: Path, to: str, *more: str) -> list[str]:
 @pytest.mark.parametrize("to", ["speculators", "vllm", "sglang"])
 @pytest.mark.parametrize("taps", [(2, 0), (0, 2, 2)])
 def test_refused_if_readers_sort(to: str, taps: tuple[int, ...], tmp_path: Path) -> None:
-    outcome = support.invoke(*arguments(source(tmp_path, taps), tmp_path / "out", to))
+    outcome = invoke(*arguments(source(tmp_path, taps), tmp_path / "out", to))
     assert (outcome.code, outcome.error_id) == (5, "unsorted-taps")
     assert outcome.error is not None
     assert outcome.error.found == list(taps)
@@ -46,7 +47,7 @@ def test_refused_if_readers_sort(to: str, taps: tuple[int, ...], tmp_path: Path)
 
 
 def test_kept_with_a_warning_if_readers_follow_the_file(tmp_path: Path) -> None:
-    outcome = support.invoke(*arguments(source(tmp_path, (2, 0)), tmp_path / "out", "native"))
+    outcome = invoke(*arguments(source(tmp_path, (2, 0)), tmp_path / "out", "native"))
     assert (outcome.code, outcome.notices) == (0, ("unsorted-taps",))
     assert open_draft(tmp_path / "out").config.target_layer_ids == (2, 0)
 
@@ -55,7 +56,7 @@ def test_kept_with_a_warning_if_readers_follow_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("taps", [(2, 0), (3, 1, 0, 2), (0, 2, 0)])
 def test_in_order_with_equal_logits(to: str, taps: tuple[int, ...], tmp_path: Path) -> None:
     path = source(tmp_path, taps, steps=True)
-    outcome = support.invoke(*arguments(path, tmp_path / "out", to, "--normalise-taps", "--verify", "logits", "--json"))
+    outcome = invoke(*arguments(path, tmp_path / "out", to, "--normalise-taps", "--verify", "logits", "--json"))
     assert outcome.code == 0, outcome.err
     manifest = json.loads(outcome.out)
     result = open_draft(tmp_path / "out")
@@ -90,13 +91,13 @@ class TestRounding:
 
     def test_refused(self, tmp_path: Path) -> None:
         path = source(tmp_path, (0, 0), torch.bfloat16)
-        outcome = support.invoke(*arguments(path, tmp_path / "out", "native", "--normalise-taps"))
+        outcome = invoke(*arguments(path, tmp_path / "out", "native", "--normalise-taps"))
         assert (outcome.code, outcome.error_id, outcome.field) == (5, "taps-rounded", "fc.weight")
         assert not (tmp_path / "out").exists()
 
     def test_rounded_on_demand(self, tmp_path: Path) -> None:
         path = source(tmp_path, (0, 0), torch.bfloat16)
-        outcome = support.invoke(*arguments(path, tmp_path / "out", "native", "--normalise-taps", "--allow-lossy"))
+        outcome = invoke(*arguments(path, tmp_path / "out", "native", "--normalise-taps", "--allow-lossy"))
         assert outcome.code == 0
         assert "taps-rounded" in outcome.notices
         before, after = (load_file(place / "model.safetensors")["fc.weight"] for place in (path, tmp_path / "out"))
@@ -107,7 +108,7 @@ class TestRounding:
         arrays: dict[str, Any] = support.body_arrays(support.Shape(taps=(2, 0)))
         arrays["fc.weight"] = arrays["fc.weight"].astype(np.int8)
         support.write_checkpoint(path, support.native_config(support.Shape(taps=(2, 0))), arrays)
-        outcome = support.invoke(*arguments(path, tmp_path / "out", "native", "--normalise-taps"))
+        outcome = invoke(*arguments(path, tmp_path / "out", "native", "--normalise-taps"))
         assert (outcome.code, outcome.error_id, outcome.field) == (5, "quantised-weights", "fc.weight")
 
 
@@ -120,7 +121,7 @@ def test_ascending_taps_are_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_last_layer_tap_is_kept_and_warned_about(to: str, tmp_path: Path) -> None:
     path = source(tmp_path, (0, 3))
-    outcome = support.invoke(*arguments(path, tmp_path / "out", to))
+    outcome = invoke(*arguments(path, tmp_path / "out", to))
     assert (outcome.code, outcome.notices) == (0, ("last-layer-tapped",))
     assert open_draft(tmp_path / "out").config.target_layer_ids == (0, 3)
 

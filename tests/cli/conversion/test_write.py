@@ -22,6 +22,7 @@ from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.checkpoint.stored.safetensors_header import read_header
 from dflash_runtime.errors import CapacityError, GateFailed, UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.refusals import refuses
 
 
@@ -36,12 +37,12 @@ def plan(source: Path) -> ConversionPlan:
 class TestDestination:
     def test_refused_before_anything_is_read(self, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
-        outcome = support.invoke("convert", tmp_path / "absent", tmp_path / "out", "--to", "native")
+        outcome = invoke("convert", tmp_path / "absent", tmp_path / "out", "--to", "native")
         assert (outcome.code, outcome.error_id) == (2, "output-exists")
 
     def test_a_missing_folder_is_refused_and_not_made(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
-        outcome = support.invoke("convert", source, tmp_path / "absent" / "out", "--to", "native")
+        outcome = invoke("convert", source, tmp_path / "absent" / "out", "--to", "native")
         assert (outcome.code, outcome.error_id) == (2, "no-parent-directory")
         with refuses(UsageError, "no-parent-directory", path=tmp_path / "absent"):
             convert_draft(plan(source), tmp_path / "absent" / "out")
@@ -56,7 +57,7 @@ class TestDestination:
         support.make_native(home / "draft")
         support.make_target(home / "target")
         monkeypatch.setattr(references, "tiny_directory", lambda: home)
-        outcome = support.invoke("convert", "tiny", home / name, "--to", "speculators", "--force", *more)
+        outcome = invoke("convert", "tiny", home / name, "--to", "speculators", "--force", *more)
         id = "destination-holds-source" if name == "draft" else "destination-not-a-draft"
         assert (outcome.code, outcome.error_id) == (2, id)
         assert open_draft(home / "draft").format.name == "native"
@@ -66,28 +67,28 @@ class TestDestination:
         source = support.make_native(tmp_path / "source")
         destination = support.make_native(tmp_path / "out", support.Shape(vocab=40, draft_vocab=40))
         args = ["convert", source, destination, "--to", "speculators", "--target-name", "acme/target", "--force"]
-        assert support.invoke(*args).code == 0
+        assert invoke(*args).code == 0
         assert open_draft(destination).config.vocab_size == 32
         assert leftovers(tmp_path) == []
 
     def test_dry_run_writes_nothing(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
         args = ["convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "acme/target", "--dry-run"]
-        outcome = support.invoke(*args)
+        outcome = invoke(*args)
         assert outcome.code == 0
         lines = [line.split() for line in outcome.out.splitlines()]
         assert ["derived", "dflash_config.target_layer_ids", "->", "aux_hidden_state_layer_ids"] in [
             words[:4] for words in lines
         ]
         assert ["writes", "model.safetensors", "(24064"] in [words[:3] for words in lines]
-        document = json.loads(support.invoke(*args, "--json").out)
+        document = json.loads(invoke(*args, "--json").out)
         assert document["dry_run"] is True
         assert [item.name for item in tmp_path.iterdir()] == ["source"]
 
     def test_json_prints_the_manifest(self, tmp_path: Path) -> None:
         source = support.make_native(tmp_path / "source")
         args = ["convert", source, tmp_path / "out", "--to", "speculators", "--target-name", "acme/target", "--json"]
-        printed = json.loads(support.invoke(*args).out)
+        printed = json.loads(invoke(*args).out)
         written = json.loads((tmp_path / "out" / "conversion.json").read_text())
         assert {**written, "kind": "convert", "destination": str(tmp_path / "out")} == printed
 

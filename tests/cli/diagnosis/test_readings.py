@@ -28,6 +28,7 @@ from dflash_runtime.documents import to_json
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import falsify
 from dflash_testing.pairs import DenseAttention, bundled_draft, random_draft, random_draft_config, random_target
 from dflash_testing.refusals import refuses
@@ -267,7 +268,7 @@ def test_through_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     rows = [{"prompt_token_ids": list(range(30 + index, 60 + index))} for index in range(6)]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps(row) for row in rows))
-    outcome = support.invoke(
+    outcome = invoke(
         "validate", draft, "--target", TINY, "--level", "run", "--prompts", prompts, "-n", 32, "--device", "cpu"
     )
     assert outcome.code == 3
@@ -309,7 +310,7 @@ def test_too_few_prompts_are_refused() -> None:
 
 def test_no_target_is_refused(tmp_path: Path) -> None:
     draft = support.make_native(tmp_path / "draft")
-    assert support.invoke("validate", draft, "--level", "run").code == 2
+    assert invoke("validate", draft, "--level", "run").code == 2
 
 
 def test_readings_change_one_factor() -> None:

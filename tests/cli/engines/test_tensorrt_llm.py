@@ -13,6 +13,7 @@ from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing import habits
+from dflash_testing.command_line import run_main
 from dflash_testing.families import FAMILIES, write_draft
 from dflash_testing.kinds import CASES
 from dflash_testing.rule_cases.base import MIXED, SLIDING, Case, build, top, without
@@ -70,12 +71,12 @@ def test_families_whose_code_was_not_read_are_not_known(name: str, tmp_path: Pat
     """Neither "serves" nor "does not serve"; other engines keep their verdicts, and no command is printed."""
     draft = write_draft(tmp_path / "draft", FAMILIES[name](support.SMALL), support.SMALL)
     target = support.make_target(tmp_path / "target")
-    done = support.run_main("validate", draft, "--target", target, "--engine", "tensorrt-llm,vllm", "--json")
+    done = run_main("validate", draft, "--target", target, "--engine", "tensorrt-llm,vllm", "--json")
     assert done.code == 0, done.out
     own, other = json.loads(done.out)["verdicts"]
     assert (own["outcome"], own["reasons"], other["outcome"]) == ("unknown", [], "serves")
     assert "not known" in own["text"]
-    refused = support.run_main("serve-command", draft, "--target", target, "--engine", "tensorrt-llm")
+    refused = run_main("serve-command", draft, "--target", target, "--engine", "tensorrt-llm")
     assert refused.error is not None
     assert (refused.code, refused.error.id) == (5, "no-serve-command")
 
@@ -91,7 +92,7 @@ def test_the_command_states_what_the_server_would_look_for(tmp_path: Path) -> No
     """A draft that reaches less far than its target limits the length."""
     draft = support.make_native(tmp_path / "it's a draft", max_position_embeddings=32)
     target = support.make_target(tmp_path / "target")
-    done = support.run_main("serve-command", draft, "--target", target, "--engine", "tensorrt-llm", "--json")
+    done = run_main("serve-command", draft, "--target", target, "--engine", "tensorrt-llm", "--json")
     assert done.code == 0, done.err
     (found,) = json.loads(done.out)["serve_commands"]
     write, serve = (shlex.split(line) for line in found["commands"])

@@ -18,6 +18,7 @@ from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft
 from dflash_testing import checkpoints as support
 from dflash_testing import habits
+from dflash_testing.command_line import invoke
 from dflash_testing.paths import GOLDEN
 from dflash_testing.rule_cases.base import MIXED, SLIDING, Case, both, build, check, nested, rename, top, without
 
@@ -168,7 +169,7 @@ def test_a_relative_that_no_engine_serves_is_unsupported_in_every_command(
     target = support.make_target(tmp_path / "target")
     more = [] if command[0] == "inspect" else ["--target", target]
     out = [tmp_path / "out"] if command[0] == "convert" else []
-    outcome = support.invoke(command[0], draft, *out, *command[1:], *more)
+    outcome = invoke(command[0], draft, *out, *command[1:], *more)
     assert outcome.code == 5, outcome.err
 
 
@@ -187,10 +188,10 @@ def test_a_kind_that_dflash_does_not_run_may_be_served(
     (verdict,) = report_on(draft, engine).verdicts
     assert (verdict.outcome, verdict.reasons) == (outcome, ("C01",))
     target = support.make_target(tmp_path / "target")
-    served = support.invoke("serve-command", draft, "--target", target, "--engine", engine)
+    served = invoke("serve-command", draft, "--target", target, "--engine", engine)
     assert served.code == (0 if outcome == "serves" else 5), served.err
     assert ("dspark" in served.out) == (outcome == "serves" and architecture == "Gemma4DSparkModel")
-    described = support.invoke("inspect", draft)
+    described = invoke("inspect", draft)
     assert described.error is not None
     if "@" not in engine:
         assert (verdict.engine in str(described.error.hint)) == (outcome == "serves")
@@ -209,9 +210,9 @@ def test_a_draft_that_this_tool_would_misread_is_not_run(habit: str, tmp_path: P
     draft, target = habits.make(tmp_path / "draft", habit), support.make_target(tmp_path / "target")
     (tmp_path / "prompts.jsonl").write_text('{"prompt_token_ids": [3, 4, 5]}\n' * 4)
     prompts = ("--prompts", tmp_path / "prompts.jsonl", "-n", 8)
-    outcome = support.invoke("validate", draft, "--target", target, "--level", "run", *prompts, "--json")
+    outcome = invoke("validate", draft, "--target", target, "--level", "run", *prompts, "--json")
     assert json.loads(outcome.out)["search"] is None
-    refused = support.invoke("generate", "x", "-d", draft, "-t", target)
+    refused = invoke("generate", "x", "-d", draft, "-t", target)
     assert refused.code == 5
     assert ("use_gemma_norm" if habit == "gemma-norms" else "is_neox_style") in refused.err
 
@@ -220,5 +221,5 @@ def test_a_draft_that_this_tool_would_misread_is_not_run(habit: str, tmp_path: P
 def test_a_relative_is_not_run(command: str, tmp_path: Path) -> None:
     draft = build(Case(config=nested(gru_hidden_dim=2)), tmp_path / "draft")
     words = ("x", "-d", draft) if command == "generate" else (draft,)
-    outcome = support.invoke(command, *words, "--target", support.make_target(tmp_path / "target"))
+    outcome = invoke(command, *words, "--target", support.make_target(tmp_path / "target"))
     assert outcome.code == 5, outcome.err

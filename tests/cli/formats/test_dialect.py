@@ -9,7 +9,7 @@ import pytest
 
 from dflash_cli.formats.dialect import all_formats, get_writable, word_of, writable_formats, writable_words
 from dflash_runtime.errors import UsageError
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke, run_main
 from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
 
@@ -32,13 +32,13 @@ def test_other_names_are_refused_in_one_line(name: str, id: str, named: list[str
     with refuses(UsageError, id, field="--to", found=name) as caught:
         get_writable(name)
     assert all(text in caught.value.message for text in named)
-    outcome = support.run_main("convert", "tiny", tmp_path / "out", "--to", name)
+    outcome = run_main("convert", "tiny", tmp_path / "out", "--to", name)
     assert outcome.code == 2
     assert outcome.err == f"error: {caught.value.message}\n"
 
 
 def test_help_lists_every_writable_dialect() -> None:
-    text = " ".join(support.invoke("convert", "--help").out.split())
+    text = " ".join(invoke("convert", "--help").out.split())
     assert ", ".join(writable_words()) in text
 
 

@@ -20,6 +20,7 @@ from dflash_cli.formats.draft_kinds.table import FORMS, evaluate
 from dflash_cli.formats.fields import REMOVED, with_keys
 from dflash_runtime.errors import MISSING
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.kinds import CASES, KindCase, kind_of
 from dflash_testing.paths import ROOT
 
@@ -52,7 +53,7 @@ def test_a_sound_draft_has_no_fault_and_is_described(case: KindCase, tmp_path: P
     assert detect_from(case.config, frozenset(case.arrays()), draft).format.name == case.kind
     report = validate(draft=str(draft))
     assert {item.id for item in report.findings if item.id != "C01"} <= {"D02"}
-    outcome = support.invoke("inspect", draft, "--json")
+    outcome = invoke("inspect", draft, "--json")
     document = json.loads(outcome.out)
     assert (outcome.code, document["role"], document["dialect"]) == (0, "draft", case.kind)
     assert document["config"]["sizes"]["hidden"] == support.SMALL.hidden
@@ -243,7 +244,7 @@ def test_each_serving_engine_has_a_command_and_each_other_a_reason(case: KindCas
     draft, target = case.write(tmp_path / "draft"), support.make_target(tmp_path / "target")
     tokens = ["-k", 2] if kind_of(case.kind).is_chain else []
     for engine in all_engines():
-        outcome = support.invoke("serve-command", draft, "--target", target, "--engine", engine.name, *tokens)
+        outcome = invoke("serve-command", draft, "--target", target, "--engine", engine.name, *tokens)
         assert outcome.code == (0 if engine.name in case.served else 5), outcome.err
         line = outcome.out.strip().splitlines()[-1] if outcome.out else ""
         shown = line.replace(str(draft), "DRAFT").replace(str(target), "TARGET")
@@ -259,10 +260,10 @@ def test_each_serving_engine_has_a_command_and_each_other_a_reason(case: KindCas
 def test_a_chain_of_drafts_needs_a_number_of_tokens(tmp_path: Path) -> None:
     target = support.make_target(tmp_path / "target")
     plain = CASES["eagle 3"].write(tmp_path / "plain")
-    refused = support.invoke("serve-command", plain, "--target", target, "--engine", "vllm")
+    refused = invoke("serve-command", plain, "--target", target, "--engine", "vllm")
     assert (refused.code, "-k" in refused.err) == (2, True)
     stated = CASES["eagle 3 in speculators"].write(tmp_path / "stated")
-    told = support.invoke("serve-command", stated, "--target", target, "--engine", "vllm")
+    told = invoke("serve-command", stated, "--target", target, "--engine", "vllm")
     assert '"num_speculative_tokens": 3' in told.out
 
 
@@ -284,7 +285,7 @@ def test_names_are_converted_and_back(name: str, to: str, back: str, tmp_path: P
     options = ("--target", target, "--target-name", "acme/target")
     there, again = tmp_path / "there", tmp_path / "again"
     for source, result, word in ((draft, there, to), (there, again, back)):
-        done = support.invoke("convert", source, result, "--to", word, *options)
+        done = invoke("convert", source, result, "--to", word, *options)
         assert done.code == 0, done.err
         report = validate(draft=str(result), engine=(word,) if word in ("vllm", "sglang") else ())
         assert not [item for item in report.findings if item.severity == "error"], report.findings
@@ -302,10 +303,10 @@ def test_names_are_converted_and_back(name: str, to: str, back: str, tmp_path: P
 
 def test_the_assistant_of_muse_becomes_a_draft_that_dflash_runs(tmp_path: Path) -> None:
     draft, target = CASES["muse"].write(tmp_path / "draft"), support.make_target(tmp_path / "target")
-    refused = support.invoke("generate", "x", "-d", draft, "-t", target, "-n", 2)
+    refused = invoke("generate", "x", "-d", draft, "-t", target, "-n", 2)
     assert refused.code == 5
     out = tmp_path / "out"
-    assert support.invoke("convert", draft, out, "--to", "native", "--target", target).code == 0
+    assert invoke("convert", draft, out, "--to", "native", "--target", target).code == 0
     config = json.loads((out / "config.json").read_text())
     assert config["is_causal"] is False
     assert config["dflash_config"] == {"mask_token_id": 31, "target_layer_ids": [0, 2]}
@@ -316,7 +317,7 @@ def test_a_target_with_too_few_layers_is_refused_before_anything_is_written(tmp_
     draft = CASES["muse"].write(tmp_path / "draft", with_keys(CASES["muse"].config, {"num_target_layers": REMOVED}))
     shape = replace(support.SMALL, target_layers=2)
     target = support.make_target(tmp_path / "target", shape, num_hidden_layers=2)
-    outcome = support.invoke("convert", draft, tmp_path / "out", "--to", "native", "--target", target)
+    outcome = invoke("convert", draft, tmp_path / "out", "--to", "native", "--target", target)
     assert outcome.code == 3
     assert "target_layer_ids" in outcome.err
     assert not (tmp_path / "out").exists()
@@ -334,7 +335,7 @@ def test_a_kind_with_more_than_other_names_is_not_converted(
     name: str, to: str, error: str, code: int, tmp_path: Path
 ) -> None:
     draft = CASES[name].write(tmp_path / "draft")
-    outcome = support.invoke("convert", draft, tmp_path / "out", "--to", to)
+    outcome = invoke("convert", draft, tmp_path / "out", "--to", to)
     assert outcome.error is not None
     assert (outcome.code, outcome.error.id) == (code, error)
     assert not (tmp_path / "out").exists()
@@ -344,11 +345,11 @@ def test_a_faulty_draft_is_not_renamed(tmp_path: Path) -> None:
     arrays = CASES["domino"].arrays()
     del arrays["prefix_gru.weight_hh_l0"]
     draft = CASES["domino"].write(tmp_path / "draft", arrays=arrays)
-    outcome = support.invoke("convert", draft, tmp_path / "out", "--to", "native")
+    outcome = invoke("convert", draft, tmp_path / "out", "--to", "native")
     assert outcome.error is not None
     assert (outcome.code, outcome.error.id) == (3, "kind-malformed")
     assert "prefix_gru.weight_hh_l0" in outcome.error.message
-    option = support.invoke("convert", draft, tmp_path / "out", "--to", "native", "--normalise-taps")
+    option = invoke("convert", draft, tmp_path / "out", "--to", "native", "--normalise-taps")
     assert (option.code, option.error and option.error.id) == (2, "option-of-dflash")
 
 
@@ -376,7 +377,7 @@ def test_no_value_of_a_config_stops_the_reader(case: KindCase, seed: int, tmp_pa
             ("serve-command", draft, "--target", target, "--engine", "vllm,sglang"),
             ("convert", draft, tmp_path / f"out-{number}", "--to", "native", "--target-name", "a/b"),
         ):
-            assert support.invoke(*words).code in (0, 2, 3, 5), config
+            assert invoke(*words).code in (0, 2, 3, 5), config
 
 
 def test_formulas() -> None:

@@ -20,6 +20,7 @@ from dflash_runtime.errors import (
 )
 from dflash_testing import checkpoints as support
 from dflash_testing.checkpoints import REMOVED
+from dflash_testing.command_line import invoke
 from dflash_testing.dialects import read_parsed
 from dflash_testing.families import (
     CONVOLVED,
@@ -220,9 +221,9 @@ class TestLayout:
         target = support.make_target(tmp_path / "target")
         for number, to in enumerate(("native", "speculators", "vllm", "sglang")):
             out = tmp_path / str(number)
-            refused = support.invoke("convert", unknown, out, "--to", to, "--target", target)
+            refused = invoke("convert", unknown, out, "--to", to, "--target", target)
             assert (refused.code, "--layout" in refused.err) == (5, True)
-            done = support.invoke("convert", unknown, out, "--to", to, "--target", target, "--layout", layout)
+            done = invoke("convert", unknown, out, "--to", to, "--target", target, "--layout", layout)
             assert done.code == 0, done.err
             assert not open_draft(out).parsed.has_unknown_layout
             assert open_draft(out).config.sample_from_anchor == (layout == "anchor-first")
@@ -234,16 +235,16 @@ class TestLayout:
 
     def test_inspect_names_it(self, unknown: Path) -> None:
         assert describe(unknown).has_unknown_layout
-        config = json.loads(support.invoke("inspect", unknown, "--json").out)["config"]
+        config = json.loads(invoke("inspect", unknown, "--json").out)["config"]
         assert (config["num_draft_tokens"], config["sample_from_anchor"], config["block_size"]) == (None, None, 4)
-        assert "not stated" in support.invoke("inspect", unknown).out
+        assert "not stated" in invoke("inspect", unknown).out
 
     @pytest.mark.parametrize("command", ["generate", "eval-acceptance", "bench", "tune"])
     def test_no_command_runs_a_guess(self, unknown: Path, command: str, tmp_path: Path) -> None:
         target = support.make_target(tmp_path / "target")
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text('{"prompt_token_ids": [4, 5, 6]}\n')
-        outcome = support.invoke(command, "-d", unknown, "-t", target, "-p", prompts)
+        outcome = invoke(command, "-d", unknown, "-t", target, "-p", prompts)
         assert outcome.code == 5, outcome.err
         assert "--layout" in outcome.err
 
@@ -279,6 +280,6 @@ class TestTensors:
         suffixed = support.write_checkpoint(tmp_path / "suffixed", config, arrays)
         assert set(open_draft(suffixed).select_tensors().load) == set(open_draft(plain).select_tensors().load)
         out, target = tmp_path / "out", support.make_target(tmp_path / "target")
-        done = support.invoke("convert", suffixed, out, "--to", "native", "--target", target)
+        done = invoke("convert", suffixed, out, "--to", "native", "--target", target)
         assert done.code == 0, done.err
         assert load_file(out / "model.safetensors").keys() == load_file(plain / "model.safetensors").keys()

@@ -19,6 +19,7 @@ from dflash_runtime.draft_config import DraftConfig, MarkovConfig, Verifier
 from dflash_runtime.errors import LossyConversion
 from dflash_testing import checkpoints as support
 from dflash_testing.checkpoints import REDUCED, REMOVED, SMALL
+from dflash_testing.command_line import invoke
 from dflash_testing.dialects import named_dialect, read_parsed
 from dflash_testing.families import (
     CONVOLVED,
@@ -92,7 +93,7 @@ class TestConversion:
         named = ("--target", target, "--target-name", "acme/target")
         there, back = tmp_path / "there", tmp_path / "back"
         for command in ((source, there, "--to", word), (there, back, "--to", name.partition("-")[2] or "native")):
-            done = support.invoke("convert", *command, *named)
+            done = invoke("convert", *command, *named)
             assert done.code == 0, done.err
         first, last = open_draft(source), open_draft(back)
         assert replace(first.config, num_target_layers=4) == replace(last.config, num_target_layers=4)
@@ -106,7 +107,7 @@ class TestConversion:
         source = write_draft(tmp_path / "source", dspark_speculators(REDUCED), REDUCED)
         for to, code in (("vllm", 0), ("speculators", 0), ("native", 5), ("sglang", 5)):
             out = tmp_path / to
-            done = support.invoke("convert", source, out, "--to", to, "--target", target)
+            done = invoke("convert", source, out, "--to", to, "--target", target)
             assert done.code == code, done.err
             if code == 0:
                 assert open_draft(out).config.draft_vocab_size == 12
@@ -162,15 +163,15 @@ class TestConversion:
         source = write_draft(tmp_path / "source", dflash2_native(output_multiplier=0.5))
         target = support.make_target(tmp_path / "target")
         command = ("convert", source, tmp_path / "out", "--to", "speculators", "--target", target)
-        assert support.invoke(*command).code == 5
-        assert support.invoke(*command, "--allow-lossy").code == 0
+        assert invoke(*command).code == 5
+        assert invoke(*command, "--allow-lossy").code == 0
         assert open_draft(tmp_path / "out").config.output_multiplier == 1
 
     @pytest.mark.parametrize("family", ["dflash2", "dspark"])
     def test_a_dialect_without_the_family_is_refused(self, family: str, tmp_path: Path) -> None:
         source = write_draft(tmp_path / "source", FAMILIES[family]())
         target = support.make_target(tmp_path / "target")
-        done = support.invoke("convert", source, tmp_path / "out", "--to", "mlx", "--target", target)
+        done = invoke("convert", source, tmp_path / "out", "--to", "mlx", "--target", target)
         assert done.code == 5
         assert "native or sglang or speculators or vllm" in done.err
 

@@ -14,6 +14,7 @@ from dflash_cli.formats.relatives import Relative, served_in_words
 from dflash_runtime.errors import UnknownFormat
 from dflash_runtime.phrases import article
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.refusals import refuses
 
 PATH = Path("config.json")
@@ -114,10 +115,10 @@ def test_exit_codes(case: str, tmp_path: Path) -> None:
     name, config = BY_CONFIG[case]
     path = support.write_checkpoint(tmp_path / "draft", config, support.body_arrays())
     for command in (["inspect", path], ["convert", path, tmp_path / "out", "--to", "speculators"]):
-        outcome = support.invoke(*command)
+        outcome = invoke(*command)
         assert outcome.code == 5
         assert detect_from(config, frozenset(), PATH).format.title in outcome.err
-    report = support.invoke("validate", path)
+    report = invoke("validate", path)
     assert report.code == 5
     assert report.out.startswith("C01 error")
     assert not (tmp_path / "out").exists(), name
@@ -133,7 +134,7 @@ def test_rope_before_the_norms_is_refused_by_every_command(case: str, tmp_path: 
         ["convert", draft, tmp_path / "out", "--to", "native", "--target", target],
         ["generate", "x", "-d", draft, "-t", target, "-n", "2"],
     ):
-        outcome = support.invoke(*command)
+        outcome = invoke(*command)
         assert outcome.code == 5, command
         lines = [line for line in f"{outcome.out}{outcome.err}".splitlines() if "HunYuan DFlash" in line]
         assert len(lines) == 1, command

@@ -16,7 +16,7 @@ from dflash_cli.publishing.card_insertion import BLOCK_MARKS, METADATA_MARKS, in
 from dflash_cli.publishing.markdown_report import evaluation_to_markdown
 from dflash_cli.publishing.model_card import ModelCard
 from dflash_runtime.errors import UsageError
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.evaluations import drawn_evaluation, request_output, write_evaluation
 from dflash_testing.refusals import refuses
 
@@ -31,7 +31,7 @@ def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(*arguments: str) -> str:
-    done = support.run_main("card", "r.json", *arguments)
+    done = run_main("card", "r.json", *arguments)
     assert done.code == 0, done.err
     return done.out
 
@@ -60,7 +60,7 @@ def test_the_hubs_library_reads_the_numbers() -> None:
 @pytest.mark.parametrize("option", ["--draft-name", "--target-name"])
 @pytest.mark.parametrize("name", ["", "a b/c", "a/b\n", "a/b/c", "../b", "a/b@v2"])
 def test_a_name_that_the_hub_does_not_take_is_refused(result: Path, option: str, name: str) -> None:
-    done = support.run_main("card", str(result), option, name)
+    done = run_main("card", str(result), option, name)
     assert (done.code, done.field, done.out) == (2, option, "")
 
 
@@ -77,12 +77,12 @@ def test_a_local_pair_has_its_serve_commands(result: Path) -> None:
     assert (config["model"], config["num_speculative_tokens"]) == ("org/d", 7)
     assert sglang[sglang.index("--speculative-draft-model-path") + 1] == "org/d"
     known, unknown = (
-        support.run_main("card", str(result), *names)
+        run_main("card", str(result), *names)
         for names in (("--draft-name", "org/d", "--target-name", "org/t"), ("--draft-name", "org/d"))
     )
     assert ["folders-in-commands" in done.notices for done in (known, unknown)] == [False, True]
     absent = write_evaluation(result, drawn_evaluation(draft="./absent"))
-    done = support.run_main("card", str(absent))
+    done = run_main("card", str(absent))
     assert done.code == 0
     assert "no-serve-command" in done.notices
     assert "serve" not in done.out
@@ -143,7 +143,7 @@ def test_a_malformed_card_is_refused_and_not_changed(text: str, id: str, result:
     with refuses(UsageError, id, path="README.md"):
         insert_card(text, CARD, Path("README.md"))
     Path("README.md").write_text(text)
-    done = support.run_main("card", "r.json", "--insert", "README.md", "--engine", "none")
+    done = run_main("card", "r.json", "--insert", "README.md", "--engine", "none")
     assert (done.code, done.out, done.error_id) == (2, "", id)
     assert Path("README.md").read_text() == text
 
@@ -151,14 +151,14 @@ def test_a_malformed_card_is_refused_and_not_changed(text: str, id: str, result:
 @pytest.mark.usefixtures("result")
 def test_the_document_of_an_insertion_names_kept_metadata() -> None:
     Path("README.md").write_text("---\ntags: [mine]\n---\n")
-    done = support.run_main("card", "r.json", "--insert", "README.md", "--engine", "none", "--json")
+    done = run_main("card", "r.json", "--insert", "README.md", "--engine", "none", "--json")
     document = json.loads(done.out)
     assert (document["kind"], document["output"], document["left"]) == ("card", "README.md", ["tags"])
     assert document["block"] in Path("README.md").read_text()
     assert done.notices == ("entries-kept",)
     assert "tags" in done.err
-    assert support.run_main("card", "r.json", "--insert", "absent.md").code == 4
-    assert support.run_main("card", "r.json", "-o", "README.md").code == 2
+    assert run_main("card", "r.json", "--insert", "absent.md").code == 4
+    assert run_main("card", "r.json", "-o", "README.md").code == 2
 
 
 @pytest.mark.parametrize(

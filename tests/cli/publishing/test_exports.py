@@ -12,7 +12,7 @@ from dflash_cli.commands.export import ExportRequest
 from dflash_cli.publishing.exports.export_format import EXPORTS, PACKAGE
 from dflash_cli.terminal.requests import parameters_of
 from dflash_runtime.documents import to_json
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.evaluations import drawn_evaluation, write_evaluation
 
 BY_HAND: dict[str, Any] = {
@@ -32,7 +32,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exported(to: str, *arguments: str) -> str:
-    done = support.run_main("export", "r.json", "--to", to, *arguments)
+    done = run_main("export", "r.json", "--to", to, *arguments)
     assert done.code == 0, done.err
     return done.out
 
@@ -58,9 +58,9 @@ def test_vllm_gets_marginal_rates_or_the_length() -> None:
 
 @pytest.mark.parametrize(("draft", "method", "block"), [("tiny", "dflash", 8), ("tiny:dspark", "dspark", None)])
 def test_the_method_is_the_one_of_the_serve_command(draft: str, method: str, block: int | None) -> None:
-    done = support.run_main("eval-acceptance", draft, "--num-prompts", "2", "-n", "8", "--json")
+    done = run_main("eval-acceptance", draft, "--num-prompts", "2", "-n", "8", "--json")
     Path("r.json").write_text(done.out)
-    served = support.run_main("serve-command", draft, "--engine", "vllm").out
+    served = run_main("serve-command", draft, "--engine", "vllm").out
     for text in (served, exported("vllm-rates"), exported("vllm-length")):
         words = shlex.split(text)
         assert json.loads(words[words.index("--speculative-config") + 1])["method"] == method
@@ -71,9 +71,9 @@ def test_the_method_is_the_one_of_the_serve_command(draft: str, method: str, blo
 
 @pytest.mark.parametrize("command", ["card", "export"])
 def test_a_result_without_a_draft_model_is_refused(command: str) -> None:
-    done = support.run_main("eval-acceptance", "-t", "tiny", "--drafting", "ngram", "--num-prompts", "2", "--json")
+    done = run_main("eval-acceptance", "-t", "tiny", "--drafting", "ngram", "--num-prompts", "2", "--json")
     Path("r.json").write_text(done.out)
-    refused = support.run_main(command, "r.json", *(("--to", "vllm-rates") if command == "export" else ()))
+    refused = run_main(command, "r.json", *(("--to", "vllm-rates") if command == "export" else ()))
     assert (refused.code, refused.error_id, refused.field) == (2, "no-draft-model", "drafting")
 
 
@@ -105,7 +105,7 @@ def test_a_run_without_a_draft_or_with_narrow_steps_is_not_exported(to: str) -> 
     plain: dict[str, Any] = {"num_drafts": 0, "per_pos_accepted": [], "per_pos_verified": [], "histogram": [0]}
     for name, changes in (("plain", plain), ("narrow", BY_HAND | {"per_pos_verified": [10, 10, 10, 0]})):
         write_evaluation(Path(f"{name}.json"), drawn_evaluation(), **changes)
-        done = support.run_main("export", f"{name}.json", "--to", to, "-o", "out", "--thinking", "on")
+        done = run_main("export", f"{name}.json", "--to", to, "-o", "out", "--thinking", "on")
         assert (done.code, done.out) == (2, "")
         assert not Path("out").exists()
         assert "Traceback" not in done.err
@@ -134,12 +134,12 @@ def test_a_golden_length_is_measured_on_coding_prompts_if_there_are_some() -> No
     evaluation = drawn_evaluation(max_new_tokens=4096)
     coding = to_json(evaluation)["categories"]["code"]
     write_evaluation(Path("r.json"), evaluation, **BY_HAND, categories={"coding": coding})
-    done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off", "--target-name", "my-model")
+    done = run_main("export", "r.json", "--to", "golden-al", "--thinking", "off", "--target-name", "my-model")
     assert yaml.safe_load(done.out)["my-model"]["thinking_off"] == {4: round(coding["acceptance_len"], 2)}
     assert done.notices == ()
-    assert support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off").err == ""
+    assert run_main("export", "r.json", "--to", "golden-al", "--thinking", "off").err == ""
     write_evaluation(Path("r.json"), drawn_evaluation())
-    assert support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "off").notices == ("not-golden",)
+    assert run_main("export", "r.json", "--to", "golden-al", "--thinking", "off").notices == ("not-golden",)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_golden_length_is_measured_on_coding_prompts_if_there_are_some() -> No
     ],
 )
 def test_a_fact_without_a_place_in_the_form_is_refused(form: str, option: str, value: str) -> None:
-    done = support.run_main("export", "r.json", "--to", form, option, value)
+    done = run_main("export", "r.json", "--to", form, option, value)
     assert (done.code, done.error_id, done.field) == (2, "options-exclude-each-other", option)
 
 
@@ -161,7 +161,7 @@ def test_an_entry_of_a_golden_file_is_not_replaced() -> None:
     exported("golden-al", "--thinking", "on", "-o", "golden.yaml")
     before = Path("golden.yaml").read_text()
     write_evaluation(Path("r.json"), drawn_evaluation(0.9))
-    refused = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "on", "-o", "golden.yaml")
+    refused = run_main("export", "r.json", "--to", "golden-al", "--thinking", "on", "-o", "golden.yaml")
     assert (refused.code, refused.error_id, refused.field) == (2, "other-length", "target.thinking_on.4")
     assert refused.error is not None
     assert (refused.error.found, str(refused.error.path)) == (2.8, "golden.yaml")
@@ -186,7 +186,7 @@ def test_an_entry_of_a_golden_file_is_not_replaced() -> None:
 )
 def test_an_unsuitable_golden_file_is_refused_and_not_changed(text: str, code: int, id: str, field: str | None) -> None:
     Path("golden.yaml").write_text(text, encoding="latin-1")
-    done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "on", "-o", "golden.yaml")
+    done = run_main("export", "r.json", "--to", "golden-al", "--thinking", "on", "-o", "golden.yaml")
     assert (done.code, done.error_id, done.field) == (code, id, field)
     assert done.error is not None
     assert str(done.error.path) == "golden.yaml"
@@ -196,7 +196,7 @@ def test_an_unsuitable_golden_file_is_refused_and_not_changed(text: str, code: i
 def test_force_does_not_mix_lengths_of_two_drafts() -> None:
     text = "_metadata:\n  draft-model: other\nm: {}\n"
     Path("golden.yaml").write_text(text)
-    done = support.run_main("export", "r.json", "--to", "golden-al", "--thinking", "on", "-o", "golden.yaml", "--force")
+    done = run_main("export", "r.json", "--to", "golden-al", "--thinking", "on", "-o", "golden.yaml", "--force")
     assert (done.code, done.error_id) == (2, "other-draft")
     assert Path("golden.yaml").read_text() == text
 
@@ -204,7 +204,7 @@ def test_force_does_not_mix_lengths_of_two_drafts() -> None:
 @pytest.mark.parametrize("settings", [{}, {"thinking": []}, {"thinking": ["on", "off"]}, {"thinking": ["high"]}])
 def test_thinking_has_to_be_stated(settings: dict[str, Any]) -> None:
     write_evaluation(Path("r.json"), drawn_evaluation(**settings))
-    done = support.run_main("export", "r.json", "--to", "golden-al")
+    done = run_main("export", "r.json", "--to", "golden-al")
     assert (done.code, done.error_id, done.field) == (2, "thinking-unknown", "--thinking")
     assert done.error is not None
     assert str(done.error.path) == "r.json"

@@ -27,7 +27,7 @@ from dflash_cli.generation.context_marks import ContextMark
 from dflash_cli.publishing.csv_report import COLUMNS
 from dflash_cli.publishing.report_format import choose_format, name_results, write_report
 from dflash_runtime.errors import UnsupportedError, UsageError
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.evaluations import HOSTILE, drawn_evaluation, write_evaluation
 from dflash_testing.paths import ROOT
 from dflash_testing.refusals import refuses
@@ -43,7 +43,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def written(*arguments: str) -> str:
-    done = support.run_main("report", *arguments)
+    done = run_main("report", *arguments)
     assert done.code == 0, done.err
     return Path(done.out.strip()).read_text()
 
@@ -173,7 +173,7 @@ def test_a_table_is_tidy(files: Path) -> None:
 
 
 def test_markdown_of_several_results_has_the_report_of_each(files: Path) -> None:
-    one = support.run_main("report", "a.json").out
+    one = run_main("report", "a.json").out
     assert one.startswith("# Acceptance\n")
     evaluation = drawn_evaluation(0.7)
     for title, (_, rows) in tables(evaluation).items():
@@ -191,22 +191,22 @@ def test_markdown_of_several_results_has_the_report_of_each(files: Path) -> None
 
 def test_the_format_comes_from_the_option_or_the_suffix(files: Path) -> None:
     assert written("a.json", "-o", "report.txt", "--format", "csv").startswith("result,")
-    assert support.run_main("report", "a.json", "--format", "csv").out.startswith("result,")
-    wrong = support.run_main("report", "a.json", "-o", "report.gif")
+    assert run_main("report", "a.json", "--format", "csv").out.startswith("result,")
+    wrong = run_main("report", "a.json", "-o", "report.gif")
     assert (wrong.code, wrong.out) == (2, "")
     with refuses(UsageError, "unknown-suffix", path="report.gif", field="suffix", found=".gif"):
         choose_format(Path("report.gif"), None)
-    document = json.loads(support.run_main("report", "a.json", "-o", "r.md", "--json").out)
+    document = json.loads(run_main("report", "a.json", "-o", "r.md", "--json").out)
     assert (document["kind"], document["format"], document["output"]) == ("report", "md", "r.md")
 
 
 def test_an_existing_report_is_not_replaced_and_a_failed_run_writes_nothing(files: Path) -> None:
     Path("report.html").write_text("mine")
-    assert support.run_main("report", "a.json", "-o", "report.html").code == 2
-    assert support.run_main("report", "a.json", "absent.json", "-o", "report.html", "--force").code == 4
+    assert run_main("report", "a.json", "-o", "report.html").code == 2
+    assert run_main("report", "a.json", "absent.json", "-o", "report.html", "--force").code == 4
     assert Path("report.html").read_text() == "mine"
     assert sorted(path.name for path in files.iterdir()) == ["a.json", "b.json", "report.html"]
-    assert support.run_main("report", "a.json", "-o", "/dev/null", "--format", "html").code == 0
+    assert run_main("report", "a.json", "-o", "/dev/null", "--format", "html").code == 0
     assert Path("/dev/null").is_char_device()
 
 
@@ -215,7 +215,7 @@ def test_a_picture_without_matplotlib_is_refused_with_a_hint(
     form: str, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    done = support.run_main("report", "a.json", "-o", f"report.{form}")
+    done = run_main("report", "a.json", "-o", f"report.{form}")
     assert (done.code, done.error_id, done.field) == (5, "no-matplotlib", "--format")
     assert done.error is not None
     assert "dflash-cli[plot]" in str(done.error.hint)
@@ -223,7 +223,7 @@ def test_a_picture_without_matplotlib_is_refused_with_a_hint(
     with refuses(UnsupportedError, "no-matplotlib"):
         write_report(read_evaluations([Path("a.json")]), "png")
     assert not Path(f"report.{form}").exists()
-    assert support.run_main("report", "a.json", "-o", "report.svg").code == 0, "an SVG needs no library"
+    assert run_main("report", "a.json", "-o", "report.svg").code == 0, "an SVG needs no library"
 
 
 @pytest.mark.parametrize("form", ["svg", "png", "pdf"])
@@ -237,7 +237,7 @@ def test_a_picture_is_the_same_each_time(form: Literal["svg", "png", "pdf"], fil
 
 def test_characters_that_the_font_lacks_are_told_in_one_line(files: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = support.run_main("report", "a.json", "b.json", "--figure", "positions", "--name", "日,b", "-o", "x.png")
+    done = run_main("report", "a.json", "b.json", "--figure", "positions", "--name", "日,b", "-o", "x.png")
     assert (done.code, done.notices, len(done.err.splitlines())) == (0, ("characters-not-drawn",), 1)
 
 
@@ -263,7 +263,7 @@ def test_one_figure_has_the_width_of_a_column_and_the_names_of_the_user(files: P
     ],
 )
 def test_figures_and_names_that_do_not_fit_are_refused(options: list[str], id: str, field: str, files: Path) -> None:
-    done = support.run_main("report", "a.json", "b.json", "-o", "report.svg", *options)
+    done = run_main("report", "a.json", "b.json", "-o", "report.svg", *options)
     assert (done.code, done.error_id, done.field) == (2, id, field)
     assert not Path("report.svg").exists()
 

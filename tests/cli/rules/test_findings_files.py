@@ -17,7 +17,7 @@ from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.documents.junit import Case, gate_written, junit
 from dflash_cli.rules.rule import all_rules
 from dflash_runtime.errors import GateFailed, UsageError
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import Outcome, invoke, run_main
 from dflash_testing.edits import edited_config
 from dflash_testing.paths import ROOT
 
@@ -34,8 +34,8 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("my draft")
 
 
-def check(*arguments: object) -> support.Outcome:
-    return support.run_main("validate", *arguments, "--target", "tiny", "--engine", "vllm")
+def check(*arguments: object) -> Outcome:
+    return run_main("validate", *arguments, "--target", "tiny", "--engine", "vllm")
 
 
 def require_junit(text: str) -> ElementTree.Element:
@@ -146,7 +146,7 @@ def test_warnings_fail_a_case_only_if_they_fail_the_command(broken: Path) -> Non
 )
 def test_a_file_that_cannot_be_written_is_refused_first(arguments: list[str], id: str, broken: Path) -> None:
     Path("there.xml").write_text("")
-    done = support.run_main("validate", "absent", *arguments)
+    done = run_main("validate", "absent", *arguments)
     assert (done.code, done.error_id, done.out) == (2, id, "")
 
 
@@ -154,7 +154,7 @@ def test_two_servers_are_checked_into_a_file(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     for name in ("prefill", "decode"):
         Path(f"{name}.json").write_text(json.dumps({"command": "vllm serve org/model"}))
-    done = support.run_main("validate-handoff", "prefill.json", "decode.json", "-e", "vllm", "-o", "servers.sarif")
+    done = run_main("validate-handoff", "prefill.json", "decode.json", "-e", "vllm", "-o", "servers.sarif")
     results = require_sarif(Path("servers.sarif").read_text())
     assert done.code == 3
     files = {item["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for item in results}
@@ -194,16 +194,14 @@ def test_the_verdict_of_a_gate_is_written(error: Exception | None, tags: list[st
 @pytest.mark.parametrize("minimum", [1, 7])
 def test_a_measured_gate_is_written(minimum: float, tmp_path: Path) -> None:
     path = tmp_path / "gate.xml"
-    done = support.invoke(
-        "eval-acceptance", "--num-prompts", 4, "-n", 8, "--min-acceptance", minimum, "--gate-out", path
-    )
+    done = invoke("eval-acceptance", "--num-prompts", 4, "-n", 8, "--min-acceptance", minimum, "--gate-out", path)
     (case,) = require_junit(path.read_text())
     assert (done.code, [child.tag for child in case]) == ((0, []) if minimum == 1 else (3, ["failure"]))
 
 
 @pytest.mark.parametrize("arguments", [["eval-acceptance"], ["bench"], ["compare", "a", "b"], ["probe", "http://x"]])
 def test_a_verdict_without_a_gate_is_refused(arguments: list[str]) -> None:
-    done = support.run_main(*arguments, "--gate-out", "x.xml")
+    done = run_main(*arguments, "--gate-out", "x.xml")
     assert (done.code, done.error_id, done.field) == (2, "option-needs-another", "--gate-out")
 
 

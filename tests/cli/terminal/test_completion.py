@@ -13,7 +13,7 @@ import pytest
 from dflash_cli.checkpoints.references import BUNDLED_DRAFTS
 from dflash_cli.main import COMMANDS
 from dflash_cli.terminal import completion
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import IMPORT_PATHS, run_main
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_words_are_completed(typed: str, expected: set[str], monkeypatch: pytest
     """bash splits words at colons and at signs, and replaces only the last part."""
     values = {"_DFLASH_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     monkeypatch.setattr(os, "environ", os.environ | values)
-    assert set(support.run_main().out.split()) == expected
+    assert set(run_main().out.split()) == expected
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
@@ -68,7 +68,7 @@ def test_zsh_and_fish_are_given_words(
     monkeypatch.setenv("_DFLASH_COMPLETE", f"complete_{shell}")
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", typed)
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
-    offered = support.run_main().out
+    offered = run_main().out
     zsh = {word.replace("\\\\:", ":") for word in re.findall(r'(?:[(][(]|\n)"([^"]+)"', offered)}
     assert (zsh if shell == "zsh" else {line.partition("\t")[0] for line in offered.splitlines()}) >= expected
     assert len(offered.splitlines()) <= 2 * len(expected)
@@ -92,7 +92,7 @@ def test_bash_completes_a_name_with_a_colon(tmp_path: Path) -> None:
     program = tmp_path / "dflash"
     program.write_text(f"#!{sys.executable}\nfrom dflash_cli.main import main\nmain()\n")
     program.chmod(0o755)
-    environment = os.environ | support.IMPORT_PATHS | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | IMPORT_PATHS | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     shown = subprocess.run(
         [program], env=environment | {"_DFLASH_COMPLETE": "source_bash"}, capture_output=True, text=True, check=True
     )

@@ -152,10 +152,10 @@ def test_a_narrow_terminal_gets_no_bars(
 
 def test_verbose_says_what_is_read_and_decided() -> None:
     """On stderr, through the one writer; stdout is the same as without -v, also with --json."""
-    from dflash_testing import checkpoints as support
+    from dflash_testing.command_line import run_main
 
     command = ("validate", "tiny", "--target", "tiny", "-e", "vllm@0.30")
-    plain, told, every = (support.run_main(*command, *more) for more in ((), ("-v",), ("-vv",)))
+    plain, told, every = (run_main(*command, *more) for more in ((), ("-v",), ("-vv",)))
     assert plain.out == told.out == every.out
     assert "info: " not in plain.err
     lines = told.err.splitlines()
@@ -163,7 +163,7 @@ def test_verbose_says_what_is_read_and_decided() -> None:
     for said in ("draft tiny: bundled", "native dialect", "type qwen3", "headers of 36 tensors", "vllm 0.30"):
         assert [line for line in lines if said in line], said
     assert any(line.startswith("info: dflash_cli.rules.validator: ") for line in every.err.splitlines())
-    with_json, told_json = (support.run_main(*command, "--json", *more) for more in ((), ("-v",)))
+    with_json, told_json = (run_main(*command, "--json", *more) for more in ((), ("-v",)))
     assert (with_json.out, with_json.err) == (told_json.out, "")
     console.configure(verbosity=0, json=False)
 

@@ -17,7 +17,7 @@ from dflash_cli.terminal.command_line import (
 from dflash_cli.terminal.defaults import VARIABLE, find_settings, find_unknown, list_defaults, set_defaults
 from dflash_cli.terminal.requests import Request, parameters_of
 from dflash_runtime.errors import UsageError
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.refusals import refuses
 
 
@@ -120,7 +120,7 @@ def test_a_wrong_file_is_refused_by_line_and_key(
     text: str, id: str, field: str, found: Any, line: int, project: Path
 ) -> None:
     write(project, text)
-    done = support.run_main("generate", "x")
+    done = run_main("generate", "x")
     assert (done.code, done.out, done.error_id, done.field) == (2, "", id, field)
     assert done.error is not None
     assert (done.error.path, done.error.found) == (f"../dflash.toml:{line}", found)
@@ -131,24 +131,24 @@ def test_a_wrong_file_is_refused_by_line_and_key(
 @pytest.mark.parametrize("content", [b"a = ", b"\xff\xfe", b"[a]\n[a]"])
 def test_a_file_that_is_not_toml_is_refused(content: bytes, project: Path) -> None:
     (project / "dflash.toml").write_bytes(content)
-    done = support.run_main("inspect", "tiny")
+    done = run_main("inspect", "tiny")
     assert (done.code, done.error_id, done.error and done.error.path) == (2, "settings-not-toml", "../dflash.toml")
 
 
 def test_a_wrong_variable_is_refused_and_an_unknown_one_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_DTPYE", "x")
     monkeypatch.setenv("DFLASH_HANDOFF_SECRET", "x")
-    done = support.run_main("inspect", "tiny")
+    done = run_main("inspect", "tiny")
     assert (done.code, done.notices) == (0, ("unknown-variable",))
     monkeypatch.setenv("DFLASH_LEVEL", "x")
-    done = support.run_main("validate", "tiny")
+    done = run_main("validate", "tiny")
     assert (done.code, done.error_id, done.error and done.error.path) == (2, "wrong-setting", "DFLASH_LEVEL")
 
 
 def test_tables_of_other_commands_are_not_read(project: Path) -> None:
     write(project, "[generate]\nnothing = 1\nmax-new-tokens = 0")
-    assert support.run_main("inspect", "tiny").code == 0
-    assert support.run_main("env").error_id == "unknown-setting"
+    assert run_main("inspect", "tiny").code == 0
+    assert run_main("env").error_id == "unknown-setting"
 
 
 def test_a_similar_key_is_named(project: Path) -> None:
@@ -169,7 +169,7 @@ def test_the_environment_lists_each_default_with_its_origin(project: Path, monke
     }
     assert found["DFLASH_BENCH_MAX_NEW_TOKENS"].commands == ("bench",)
     assert "bench" not in found["../dflash.toml:1"].commands
-    document = json.loads(support.run_main("env", "--json").out)
+    document = json.loads(run_main("env", "--json").out)
     assert {item["origin"] for item in document["defaults"]} == {*found}
 
 
@@ -182,21 +182,21 @@ def test_keys_on_one_line_have_their_own_values(project: Path) -> None:
 
 def test_a_run_says_which_defaults_it_uses(project: Path) -> None:
     write(project, "target = 'tiny'\nstrict = true\ndraft = 'tiny'")
-    done = support.run_main("validate", "tiny")
+    done = run_main("validate", "tiny")
     assert "defaults-used" in done.notices
     assert "../dflash.toml:3" not in done.err, "the draft is typed"
     assert {"../dflash.toml:1", "../dflash.toml:2"} <= {word.strip("(),") for word in done.err.split()}
-    assert support.run_main("inspect", "tiny", "--json").err == "", "--target of inspect is for the memory estimate"
-    assert "../dflash.toml:2" in support.run_main("validate", "--help").out
+    assert run_main("inspect", "tiny", "--json").err == "", "--target of inspect is for the memory estimate"
+    assert "../dflash.toml:2" in run_main("validate", "--help").out
 
 
 def test_an_error_about_a_default_names_its_origin(project: Path) -> None:
     write(project, "[eval-acceptance]\nverify-width = 1")
-    done = support.run_main("eval-acceptance")
+    done = run_main("eval-acceptance")
     assert (done.code, done.field) == (2, "--verify-width")
     assert done.error is not None
     assert "../dflash.toml:2" in (done.error.hint or "")
-    typed = support.run_main("eval-acceptance", "--verify-width", "1").error
+    typed = run_main("eval-acceptance", "--verify-width", "1").error
     assert typed is not None
     assert "dflash.toml" not in (typed.hint or "")
 

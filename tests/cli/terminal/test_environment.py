@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_cli.terminal.environment import REDACTED, describe_environment, redacted
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,6 @@ def test_every_variable_that_turns_the_hub_off_is_shown(monkeypatch: pytest.Monk
 def test_a_variable_that_this_program_sets_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """`main` sets it if the user has not."""
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
-    assert "TRANSFORMERS_VERBOSITY" not in support.run_main("env").out
+    assert "TRANSFORMERS_VERBOSITY" not in run_main("env").out
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
-    assert "TRANSFORMERS_VERBOSITY info" in support.run_main("env").out
+    assert "TRANSFORMERS_VERBOSITY info" in run_main("env").out

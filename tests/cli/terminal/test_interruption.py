@@ -18,12 +18,12 @@ import pytest
 from dflash_cli.terminal import console
 from dflash_cli.terminal.interruption import ReaderGone
 from dflash_cli.terminal.tables import print_table
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import IMPORT_PATHS, Outcome, run_main
 from dflash_testing.forking import Fork
 from dflash_testing.paths import ROOT
 
 DFLASH = [sys.executable, "-c", "from dflash_cli.main import main; main()"]
-ENV = {**os.environ, **support.IMPORT_PATHS, "NO_COLOR": "1"}
+ENV = {**os.environ, **IMPORT_PATHS, "NO_COLOR": "1"}
 FULL = Path("/dev/full")
 SCRIPT = Path(sys.executable).with_name("dflash")
 ENDLESS = ["generate", "x", "-n", "2000", "--ignore-eos", "--threads", "1"]
@@ -33,13 +33,13 @@ def started(command: Sequence[str | Path], env: Mapping[str, str] = ENV) -> "sub
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-def shell(line: str) -> support.Outcome:
+def shell(line: str) -> Outcome:
     """A line for bash in which `dflash` is the command, under `pipefail`."""
     function = f'dflash() {{ "{sys.executable}" -c "from dflash_cli.main import main; main()" "$@"; }}\n'
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", function + line], capture_output=True, text=True, env=ENV, check=False
     )
-    return support.Outcome(done.returncode, done.stdout, done.stderr)
+    return Outcome(done.returncode, done.stdout, done.stderr)
 
 
 def num_lines(path: Path) -> int:
@@ -207,7 +207,7 @@ def test_a_full_stdout_is_named(line: str) -> None:
     ids=" ".join,
 )
 def test_a_full_disk_is_named(arguments: list[str]) -> None:
-    done = support.run_main(*arguments, FULL)
+    done = run_main(*arguments, FULL)
     assert (done.code, done.error_id) == (6, "disk-full")
     assert done.error is not None
     assert (str(done.error.path), "--resume" in str(done.error.hint)) == ("/dev/full", False)
@@ -224,7 +224,7 @@ def test_a_run_resumes_from_the_answers_on_a_full_disk(tmp_path: Path) -> None:
     assert done.err.splitlines()[-1].startswith(f"error: {rows}: ")
     whole = rows.read_bytes()[: rows.read_bytes().rfind(b"\n") + 1]
     assert 1 < whole.count(b"\n") < 9
-    assert support.run_main("eval-acceptance", *options, "--resume").code == 0
+    assert run_main("eval-acceptance", *options, "--resume").code == 0
     assert rows.read_bytes().startswith(whole)
     assert num_lines(rows) == 9
 
@@ -240,10 +240,10 @@ def test_pipes_and_links_are_written_to(option: str, tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
     reader.start()
     small = ["eval-acceptance", "--num-prompts", "1", "-n", "8"]
-    assert support.run_main(*small, option, pipe).code == 0
+    assert run_main(*small, option, pipe).code == 0
     reader.join(timeout=10)
     assert pipe.is_fifo()
-    assert support.run_main(*small, option, link, "--force").code == 0
+    assert run_main(*small, option, link, "--force").code == 0
     assert link.is_symlink()
     assert real.read_text().split(":")[0] == read[0].split(":")[0]
 
@@ -280,4 +280,4 @@ def test_a_second_interruption_while_the_first_is_reported_shows_no_traceback(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dflash_cli.terminal.console.error", interrupt)
-    assert support.run_main("inspect", "no/such/folder").code == 130
+    assert run_main("inspect", "no/such/folder").code == 130

@@ -8,18 +8,18 @@ import re
 
 import pytest
 
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 
 
 @pytest.mark.parametrize("command", ["generate", "eval-acceptance", "validate"])
 def test_device_is_in_the_help(command: str) -> None:
-    assert re.search(r"(?<!\S)--device\b", support.invoke(command, "--help-all").out)
+    assert re.search(r"(?<!\S)--device\b", invoke(command, "--help-all").out)
 
 
 @pytest.mark.parametrize(
     "command", ["generate", "eval-acceptance", "bench", "validate", "inspect", "convert", "explain", "env"]
 )
 def test_options_are_lower_case(command: str) -> None:
-    named = re.findall(r"(?<!\S)--[A-Za-z][\w-]*", support.invoke(command, "--help-all").out)
+    named = re.findall(r"(?<!\S)--[A-Za-z][\w-]*", invoke(command, "--help-all").out)
     assert "--json" in named
     assert not [name for name in named if name != name.lower()]

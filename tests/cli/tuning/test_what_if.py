@@ -19,7 +19,7 @@ from dflash_runtime.llm import LLM
 from dflash_runtime.models.target import target_families
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.pairs import bundled_prompts
 from dflash_testing.refusals import refuses
 
@@ -139,7 +139,7 @@ def test_a_quantised_target_is_not_rounded_again(session: PairSession) -> None:
 def test_it_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "_measure", lambda *_: pytest.fail("measured first"))
     hosted = ("--target-runtime", "transformers", "--device", "cpu", "--what-if", "draft=fp8,kv=fp8")
-    done = support.run_main("tune", TINY, *hosted)
+    done = run_main("tune", TINY, *hosted)
     assert done.error is not None
     assert (done.code, done.error.id, done.error.found) == (5, "hosted-target-rounded", "kv=fp8")
 

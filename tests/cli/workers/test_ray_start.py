@@ -16,7 +16,7 @@ from dflash_cli.workers.ray_cluster import RayCluster
 from dflash_cli.workers.ray_start import CLUSTERS, SECRET, WorkersRequest, count_workers, joined, parse_workers
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointNotFound, UsageError
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.processes import are_gone, descendants, listening_addresses
 from dflash_testing.refusals import refuses
 
@@ -95,7 +95,7 @@ def test_there_is_a_worker_for_each_gpu_or_machine() -> None:
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    done = support.run_main("eval-acceptance", "tiny", "--workers", "2")
+    done = run_main("eval-acceptance", "tiny", "--workers", "2")
     assert (done.code, done.out) == (5, "")
     assert (done.error_id, done.field) == ("missing-package", "--workers")
     assert done.error is not None
@@ -111,7 +111,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_options_that_cannot_be_used_with_workers_are_refused(options: list[str], field: str) -> None:
-    done = support.run_main("eval-acceptance", "tiny", "--workers", "2", *options)
+    done = run_main("eval-acceptance", "tiny", "--workers", "2", *options)
     assert (done.code, done.field) == (2, field)
 
 

@@ -18,14 +18,14 @@ from dflash_cli.checkpoints.description import describe
 from dflash_cli.checkpoints.references import tiny_directory
 from dflash_cli.formats.dialect import FORMATS, all_formats
 from dflash_runtime.registry import Registry
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import Outcome, invoke
 from dflash_testing.paths import ROOT
 
 Change = Callable[[dict[str, Any]], object]
 """A change of a config in place."""
 
 
-def run_with(package: str, folder: Path, *args: object) -> support.Outcome:
+def run_with(package: str, folder: Path, *args: object) -> Outcome:
     """Run `dflash` in a process of its own, in which the files of a folder belong to a package."""
     command = f"sys.argv = {['dflash', *map(str, args)]!r}\nfrom dflash_cli.main import main\nmain()\n"
     return _python_with(package, folder, command)
@@ -39,7 +39,7 @@ def rule_table_with(package: str, folder: Path) -> str:
     return done.out
 
 
-def _python_with(package: str, folder: Path, code: str) -> support.Outcome:
+def _python_with(package: str, folder: Path, code: str) -> Outcome:
     add = f"import importlib, sys\nimportlib.import_module({package!r}).__path__.append({str(folder)!r})\n"
     paths = os.pathsep.join(str(ROOT / name) for name in (".", "runtime", "kernels"))
     done = subprocess.run(
@@ -50,7 +50,7 @@ def _python_with(package: str, folder: Path, code: str) -> support.Outcome:
         timeout=300,
         check=False,
     )
-    return support.Outcome(done.returncode, done.stdout, done.stderr)
+    return Outcome(done.returncode, done.stdout, done.stderr)
 
 
 @contextmanager
@@ -76,21 +76,21 @@ def converted_to(name: str, source: str, folder: Path) -> Iterator[Path]:
     file = folder / f"added_{name}.py"
     file.write_text(source, encoding="utf-8")
     with added(dflash_cli.formats, file, FORMATS, all_formats):
-        outcome = support.invoke("convert", "tiny", folder / "draft", "--to", name)
+        outcome = invoke("convert", "tiny", folder / "draft", "--to", name)
         assert outcome.code == 0, outcome.err
         yield folder / "draft"
 
 
 def run(*args: object, code: int = 0) -> Any:
     """What a command prints with --json."""
-    outcome = support.invoke(*args, "--json")
+    outcome = invoke(*args, "--json")
     assert outcome.code == code, (args, outcome.out, outcome.err)
     return json.loads(outcome.out)
 
 
 def check_return(draft: Path, path: Path) -> None:
     """Require that a conversion to the native dialect gives the bundled draft's fields and tensors."""
-    again = support.invoke("convert", draft, path, "--to", "native")
+    again = invoke("convert", draft, path, "--to", "native")
     assert again.code == 0, again.err
     difference = compare(describe(tiny_directory() / "draft"), describe(path))
     assert difference.fields == {}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from io import BytesIO, TextIOWrapper
 from typing import NoReturn
 
-from dflash_testing.checkpoints import Outcome
+from dflash_testing.command_line import Outcome
 
 LIMIT_S = 60.0
 

@@ -17,6 +17,7 @@ from typing import Any
 from dflash_cli.terminal.safe_text import CONTROLS
 from dflash_testing import checkpoints as support
 from dflash_testing import mutations
+from dflash_testing.command_line import invoke
 from dflash_testing.deadline import deadline
 
 DOCUMENTED = {0, 2, 3, 4, 5, 6}
@@ -144,7 +145,7 @@ def held(command: tuple[object, ...], what: str, home: Path) -> int:
     try:
         started = time.process_time()
         with deadline(LONGEST_S):
-            outcome = support.invoke(*command)
+            outcome = invoke(*command)
         if time.process_time() - started > SECONDS:
             raise TimeoutError(f"more than {SECONDS:g} s of computing")
     except BaseException as error:

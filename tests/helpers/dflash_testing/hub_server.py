@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import Outcome, run_main
 from dflash_testing.hub_uploads import MAIN, START, UploadAnswers, Uploads, tree_entry
 
 COMMIT = START
@@ -220,10 +220,10 @@ def connected(env: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def run(*args: object, env: Mapping[str, str]) -> support.Outcome:
+def run(*args: object, env: Mapping[str, str]) -> Outcome:
     """Run the command line in this process with this environment."""
     with connected(env):
-        return support.run_main(*args)
+        return run_main(*args)
 
 
 def refusal(*args: object, env: Mapping[str, str]) -> dict[str, Any]:

@@ -12,14 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_cli.formats.draft_kinds.kind_reading import KindReading
-from dflash_testing.checkpoints import (
-    Json,
-    Shape,
-    body_shapes,
-    native_config,
-    speculators_config,
-    write_config,
-)
+from dflash_testing.checkpoints import Json, Shape, body_shapes, native_config, speculators_config, write_config
 from dflash_testing.families import is_of_family, own_shapes
 from dflash_testing.kinds import kind_of
 from dflash_testing.paths import ROOT

@@ -19,8 +19,8 @@ from dflash_cli.generation.datasets.dataset import datasets, parse_spec
 from dflash_cli.generation.datasets.places import choose_files
 from dflash_cli.generation.prompt_sets import PromptSet, read_prompts
 from dflash_runtime.errors import CheckpointNotFound, RequestError, UnsupportedError, UsageError
-from dflash_testing import checkpoints as support
 from dflash_testing import hub_server as hub
+from dflash_testing.command_line import IMPORT_PATHS
 from dflash_testing.refusals import refuses
 
 GSM8K = [
@@ -329,7 +329,7 @@ def show(text: str, environment: dict[str, str]) -> Any:
     """The result of a separate process, because the hub's library reads its settings during its import."""
     done = subprocess.run(
         [sys.executable, "-c", SHOW, text],
-        env={**os.environ, **support.IMPORT_PATHS, **environment},
+        env={**os.environ, **IMPORT_PATHS, **environment},
         capture_output=True,
         text=True,
         check=True,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import Outcome, run_main
 
 CHECKPOINTS = {
     "model": "tiny",
@@ -27,9 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def judge(*command: str) -> tuple[support.Outcome, dict[str, Any]]:
+def judge(*command: str) -> tuple[Outcome, dict[str, Any]]:
     """The run of a command with --json, and its document."""
-    outcome = support.run_main(*command, "--json")
+    outcome = run_main(*command, "--json")
     return outcome, json.loads(outcome.out)
 
 
@@ -40,12 +40,12 @@ def test_a_sound_pair_of_servers_passes() -> None:
         0, "validate-handoff", True, "vllm 0.33",
     )  # fmt: skip
     assert (document["verdict"]["outcome"], document["num_rules"], document["findings"]) == ("arrives", 20, [])
-    assert support.run_main(*command).notices == ("arguments-ignored",)
+    assert run_main(*command).notices == ("arguments-ignored",)
     assert all(word in document["notes"][0] for word in ("decode.json", "2", "port, host"))
 
 
 def test_the_page_has_the_findings_the_verdict_and_the_counts() -> None:
-    lines = support.run_main(*write({"speculative_config": None}, {})).out.splitlines()
+    lines = run_main(*write({"speculative_config": None}, {})).out.splitlines()
     assert lines[0].startswith("K01 error   decode.json:speculative_config.model: ")
     assert lines[-2].startswith("vllm 0.33, MooncakeConnector: ")
     assert all(part in lines[-1] for part in ("prefill.json", "decode.json", "20 ", "1 error", "0 warnings"))
@@ -62,7 +62,7 @@ def test_a_lost_context_ends_with_3_and_names_the_rule() -> None:
     )
     assert (document["num_errors"], document["num_warnings"]) == (1, 0)
     assert (document["servers"]["prefill"]["draft"], document["servers"]["decode"]["file"]) == (None, "decode.json")
-    assert support.run_main(*command, "--ignore", "k01").code == 0
+    assert run_main(*command, "--ignore", "k01").code == 0
 
 
 def test_warnings_fail_the_pair_with_strict() -> None:
@@ -80,15 +80,15 @@ def test_checkpoints_that_cannot_be_opened_are_noted_and_the_rest_is_checked() -
     outcome, document = judge(*command)
     assert outcome.code == 3
     assert {item["id"] for item in document["findings"]} == {"K07"}
-    assert support.run_main(*command).notices == ("draft-not-read", "target-not-read")
+    assert run_main(*command).notices == ("draft-not-read", "target-not-read")
     assert "/nowhere/draft" in document["notes"][0]
 
 
 def test_a_draft_as_the_model_counts_as_the_draft() -> None:
     """vLLM serves a draft of the speculators dialect by its own name, with the target that it names."""
-    support.run_main("convert", "tiny", "dflash-spec", "--to", "speculators", "--target-name", "my-org/target", "-q")
+    run_main("convert", "tiny", "dflash-spec", "--to", "speculators", "--target-name", "my-org/target", "-q")
     alone = {"model": "dflash-spec", "speculative_config": None}
-    document = json.loads(support.run_main(*write(alone, alone), "--json").out)
+    document = json.loads(run_main(*write(alone, alone), "--json").out)
     served = document["servers"]["prefill"]
     assert (document["verdict"]["outcome"], served["target"], served["draft"]["num_draft_tokens"]) == (
         "arrives", "my-org/target", 7,
@@ -107,20 +107,20 @@ def test_a_draft_as_the_model_counts_as_the_draft() -> None:
     ],
 )
 def test_options_that_are_refused(arguments: list[str], field: str) -> None:
-    outcome = support.run_main(*write({}, {}), *arguments)
+    outcome = run_main(*write({}, {}), *arguments)
     assert (outcome.code, outcome.out, outcome.field) == (2, "", field)
 
 
 def test_an_unknown_release_is_refused() -> None:
-    assert support.run_main(*write({}, {}), "-e", "vllm@0.23").code == 2
+    assert run_main(*write({}, {}), "-e", "vllm@0.23").code == 2
 
 
 def test_files_that_are_missing() -> None:
     write({}, {})
-    assert support.run_main("validate-handoff", "prefill.json", "no.json", "-e", "vllm").code == 4
-    outcome = support.run_main("validate-handoff", "prefill.json", "--engine", "vllm")
+    assert run_main("validate-handoff", "prefill.json", "no.json", "-e", "vllm").code == 4
+    outcome = run_main("validate-handoff", "prefill.json", "--engine", "vllm")
     assert (outcome.code, outcome.error_id, outcome.field) == (2, "missing-argument", "DECODE")
-    outcome = support.run_main("validate")
+    outcome = run_main("validate")
     assert (outcome.code, outcome.error_id, outcome.field) == (2, "missing-argument", "DRAFT")
 
 
@@ -136,7 +136,7 @@ def test_arguments_of_another_engine_are_noted() -> None:
 
 
 def test_help_and_explain_describe_it() -> None:
-    assert "PREFILL DECODE" in support.run_main("validate-handoff", "--help").out
-    explained = support.run_main("explain", "K01").out
+    assert "PREFILL DECODE" in run_main("validate-handoff", "--help").out
+    explained = run_main("explain", "K01").out
     assert "kv-transfer" in explained
     assert "SGLang 0.5.23 disaggregation" in " ".join(explained.split())

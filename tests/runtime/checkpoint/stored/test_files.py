@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from dflash_runtime.checkpoint.stored.files import INDEX_FILE, Checkpoint
 from dflash_runtime.errors import MISSING, CheckpointError, CheckpointNotFound, TensorMismatch
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.refusals import refuses
 
 
@@ -173,8 +174,8 @@ class TestLinks:
         for file in snapshot.iterdir():
             (folder / file.name).symlink_to(file.resolve() if via == "blob" else file)
         assert "fc.weight" in Checkpoint(folder).tensors
-        assert support.invoke("inspect", folder).code == 0
-        outcome = support.invoke("convert", folder, tmp_path / "out", "--to", "mlx")
+        assert invoke("inspect", folder).code == 0
+        outcome = invoke("convert", folder, tmp_path / "out", "--to", "mlx")
         assert outcome.code == 0, outcome.err
         assert not (tmp_path / "out" / "model.safetensors").is_symlink()
 
@@ -201,10 +202,10 @@ class TestLinks:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         for reference in ("acme/dflash-draft", "acme/dflash-draft@main"):
-            outcome = support.invoke("inspect", reference, "--json")
+            outcome = invoke("inspect", reference, "--json")
             assert outcome.code == 0, outcome.err
             assert "snapshots" in json.loads(outcome.out)["path"]
-        outcome = support.invoke("convert", "acme/dflash-draft", tmp_path / "out", "--to", "mlx", "--json")
+        outcome = invoke("convert", "acme/dflash-draft", tmp_path / "out", "--to", "mlx", "--json")
         assert outcome.code == 0, outcome.err
         assert json.loads(outcome.out)["source"] == {
             "name": "acme/dflash-draft",

@@ -14,6 +14,7 @@ from dflash_runtime.checkpoint.stored.gguf_files import find_gguf, read_gguf, re
 from dflash_runtime.errors import CheckpointError, UnknownFormat, UnsupportedError, UsageError
 from dflash_testing import checkpoints as support
 from dflash_testing import gguf_files
+from dflash_testing.command_line import invoke
 from dflash_testing.gguf_files import ARRAY, STRING, UINT32, entry, make_gguf, make_split, text
 from dflash_testing.refusals import refuses
 
@@ -108,8 +109,8 @@ def test_a_hostile_header_is_refused_before_memory_is_used(name: str, tmp_path: 
     path.write_bytes(data)
     with refuses(CheckpointError, id, path=path):
         read_gguf(path)
-    assert support.invoke("inspect", path).error_id == id
-    assert support.invoke("validate", path).code == 3
+    assert invoke("inspect", path).error_id == id
+    assert invoke("validate", path).code == 3
 
 
 def test_two_tensors_that_stand_for_one_are_refused(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_a_model_that_is_no_draft_is_refused_by_its_architecture(architecture: s
     path = gguf_files.write(tmp_path / "model.gguf", keys, {})
     with refuses(UnknownFormat, "gguf", path=path, field="general.architecture", found=architecture):
         open_stored(path)
-    outcome = support.invoke("convert", path, tmp_path / "out", "--to", "native")
+    outcome = invoke("convert", path, tmp_path / "out", "--to", "native")
     assert (outcome.code, outcome.error_id) == (5, "gguf")
 
 

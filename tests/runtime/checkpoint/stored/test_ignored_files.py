@@ -11,6 +11,7 @@ from dflash_runtime.checkpoint.stored.ignored_files import ignored_code, ignored
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import CheckpointError
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import run_main
 from dflash_testing.refusals import refuses
 
 WEIGHTS = "model.safetensors"
@@ -77,5 +78,5 @@ def test_a_loaded_pair_warns_of_both_models(tmp_path: Path) -> None:
 def test_descriptions_and_conversions_tell_too(tmp_path: Path) -> None:
     draft = support.make_native(tmp_path / "draft")
     (draft / "adapter_config.json").write_text("{}")
-    assert "adapter-ignored" in support.run_main("inspect", draft).notices
-    assert "adapter-ignored" in support.run_main("convert", draft, tmp_path / "out", "--to", "vllm").notices
+    assert "adapter-ignored" in run_main("inspect", draft).notices
+    assert "adapter-ignored" in run_main("convert", draft, tmp_path / "out", "--to", "vllm").notices

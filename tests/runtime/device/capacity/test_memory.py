@@ -46,6 +46,7 @@ from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.sampling_params import SamplingParams
 from dflash_runtime.target_config import ExpertsConfig, OwnCache, RecurrenceConfig, TargetConfig
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.graphs import with_stand_ins
 from dflash_testing.pairs import bundled_draft, random_draft, random_llm, random_prompts, random_target
 from dflash_testing.refusals import refuses
@@ -277,7 +278,7 @@ def test_too_large_a_pair_is_refused_before_a_weight_is_read(
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**16)
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [1]}\n')
     command = ("generate", "-p", tmp_path / "ids.jsonl", "-d", draft, "-t", target, "--device", "cpu")
-    outcome = support.invoke(*command, "--target-runtime", runtime)
+    outcome = invoke(*command, "--target-runtime", runtime)
     assert outcome.code == 6
     assert "0.00 GiB weights of the target in float32 + " in outcome.err
     assert "--dtype bfloat16" in outcome.err

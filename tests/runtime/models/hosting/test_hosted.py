@@ -26,6 +26,7 @@ from dflash_runtime.models.hosting.hosted import HostedTarget
 from dflash_runtime.models.hosting.hosted_attention import TRIAL, HostedAttention
 from dflash_runtime.models.target_loading import find_target_runtime, load_target
 from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import edit_tensors
 from dflash_testing.hosted_models import (
     BODY,
@@ -108,7 +109,7 @@ def test_a_target_that_nothing_runs_is_refused(kind: str, tmp_path: Path) -> Non
     with refuses(UnsupportedError, id, field="model_type", found=kind, path=target) as refused:
         find_target_runtime(open_target(target), "auto")
     assert named in refused.value.message
-    outcome = support.invoke("generate", "x", "-t", target, "-k", 0)
+    outcome = invoke("generate", "x", "-t", target, "-k", 0)
     assert outcome.code == 5, outcome.err
     assert refused.value.message in outcome.err
 

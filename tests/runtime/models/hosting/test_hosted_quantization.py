@@ -22,7 +22,7 @@ from dflash_runtime.models.hosting.hosted_loading import load_model
 from dflash_runtime.models.hosting.own_cache import OwnCacheTarget
 from dflash_runtime.models.target_loading import load_target, target_bytes
 from dflash_runtime.scheduling.sampling_params import SamplingParams
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import edit_config, edit_tensors
 from dflash_testing.hosted_models import MIXED, host, make_model, plain_text
 from dflash_testing.packed_models import plain_numbers
@@ -183,7 +183,7 @@ def test_results_say_that_weights_were_dequantised(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_token_ids": [7, 8]}\n')
     command = ("generate", "-t", tmp_path, "-k", 0, "-p", prompts, "-n", 4, "--device", "cpu", "--json")
-    outcome = support.invoke(*command, "--target-runtime", "transformers")
+    outcome = invoke(*command, "--target-runtime", "transformers")
     assert outcome.code == 0, outcome.err
     assert json.loads(outcome.out)["measured"]["target_quantization"] == "fp8, dequantised"
     warnings = [line for line in outcome.err.splitlines() if line.startswith("warning: ") and "fp8" in line]

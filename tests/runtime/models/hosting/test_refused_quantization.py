@@ -12,7 +12,7 @@ from dflash_runtime.checkpoint.quantised import target_quantization
 from dflash_runtime.device.text_pages import read_features
 from dflash_runtime.errors import CheckpointError, InvalidConfig, TensorMismatch, UnsupportedError
 from dflash_runtime.models.target_loading import find_target_runtime, load_target
-from dflash_testing import checkpoints as support
+from dflash_testing.command_line import invoke
 from dflash_testing.edits import edit_config, edit_tensors, edited_config
 from dflash_testing.hosted_models import MIXED, host, make_model
 from dflash_testing.packed_models import pack_experts
@@ -273,5 +273,5 @@ def test_a_target_packed_by_mlx_is_named(key: str, tmp_path: Path) -> None:
             find_target_runtime(open_target(tmp_path), "auto")
         assert refused.value.found.startswith("MLX")
     assert open_target(tmp_path).facts.quantization == "MLX (4 bits)"
-    outcome = support.invoke("inspect", tmp_path)
+    outcome = invoke("inspect", tmp_path)
     assert "MLX (4 bits)" in outcome.out
