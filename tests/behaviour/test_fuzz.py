@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from dflash_testing import checkpoints as support
 from dflash_testing import fuzzing
 from dflash_testing.fuzzing import WATCH
 from dflash_testing.paths import ROOT
@@ -73,7 +72,7 @@ def test_a_bug_is_reported_by_its_code_line(tmp_path: Path, monkeypatch: pytest.
     def broken(*args: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(support, "invoke", broken)
+    monkeypatch.setattr(fuzzing, "invoke", broken)
     totals = fuzzing.Totals()
     fuzzing.Ground(tmp_path).run(1, 0, totals)
     (line,) = totals.broken

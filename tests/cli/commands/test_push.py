@@ -16,7 +16,7 @@ from dflash_cli.checkpoints.references import tiny_directory
 from dflash_runtime.checkpoint.stored.files import Checkpoint
 from dflash_runtime.errors import DFlashError
 from dflash_testing import checkpoints as support
-from dflash_testing import gguf_files
+from dflash_testing import command_line, gguf_files
 from dflash_testing import hub_server as hub
 from dflash_testing.command_line import Outcome
 from dflash_testing.edits import edited_config
@@ -345,7 +345,7 @@ def test_a_terminal_is_asked(
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr(support, "TextIOWrapper", lambda _: Terminal())
+    monkeypatch.setattr(command_line, "TextIOWrapper", lambda _: Terminal())
     assert push().code == 0
     assert (REPO in server.repos) == is_uploaded
 
