@@ -24,6 +24,7 @@ from dflash_testing.chi_square import chi_square, chi_square_quantile
 from dflash_testing.grammars import JSON, SCHEMA, LetterTokenizer, allowed_ids, matcher, with_tokenizer
 from dflash_testing.pairs import (
     DFLASH2,
+    ScriptedDraft,
     bundled_draft_model,
     bundled_llm,
     bundled_prompts,
@@ -244,6 +245,25 @@ def test_a_grammar_without_tokens_for_it_ends_the_request() -> None:
     outputs = llm.generate([[1, 2, 3]] * 2, params)
     assert [output.error_id for output in outputs] == ["grammar-failed", None]
     assert outputs[1].token_ids == (0, 1, 5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("text", ["e(ax|cd)", "e(ab|cd)"])
+def test_a_draft_token_before_a_dead_end_fails_an_answer_only_if_the_target_chooses_it(
+    text: str, temperature: float
+) -> None:
+    """The vocabulary lacks x, and b is a stop token. The draft always goes on with a."""
+    params = SamplingParams(
+        max_new_tokens=5, temperature=temperature, stop_token_ids=(1, 5), grammar=Grammar("regex", text)
+    )
+    prompts = [[first, 2, 3] for first in range(5)]
+    given = [replace(params, seed=seed) for seed in range(5)]
+    found = []
+    for draft in (None, ScriptedDraft(plain_draft(), lambda position: 0)):
+        llm = with_tokenizer(random_llm(letter_target(), draft, 3 if draft else 0, max_num_requests=5), LETTERS)
+        found.append([(output.token_ids, output.error_id) for output in llm.generate(prompts, given)])
+    assert found[0] == found[1]
+    assert {item[1] for item in found[0]} == {None, "grammar-failed"}
 
 
 def test_a_runner_keeps_few_parsed_grammars(monkeypatch: pytest.MonkeyPatch) -> None:

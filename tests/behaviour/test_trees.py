@@ -158,6 +158,14 @@ def test_a_verify_width_bounds_the_path_and_not_the_tree() -> None:
     assert max(length for output in whole for length in output.acceptance_lengths) > 3
 
 
+def test_a_trace_with_a_small_verify_width_does_not_depend_on_wider_requests() -> None:
+    given, wide = prompts((16, 31, 40)), SamplingParams(max_new_tokens=40)
+    narrow = replace(wide, max_new_tokens=30, verify_width=3)
+    alone = tree_llm(4, max_num_requests=4).generate(given, narrow)
+    beside = tree_llm(4, max_num_requests=4).generate([*given, given[0]], [narrow, narrow, narrow, wide])
+    assert [output.drafts for output in beside[:3]] == [output.drafts for output in alone]
+
+
 def test_no_tree_is_drafted_where_it_would_pass_the_models_limit() -> None:
     params = SamplingParams(max_new_tokens=60)
     llm = tree_llm(16, max_model_len=64)

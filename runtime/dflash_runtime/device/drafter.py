@@ -132,12 +132,15 @@ class Drafter:
         return replace(blocks, step=step, proposal=proposal, token_ids=blocks.token_ids[given.places], given=given)
 
     def _draft_trees(self, shape: TreeShape, rows: Tensor, page_table: Tensor, sampling: Sampling) -> Blocks:
-        """Draft for state rows [R] -> the trees that the target verifies, as blocks."""
+        """Draft for state rows [R] -> the trees that the target verifies, as blocks.
+
+        A tree spans the whole block also with fewer verified rows, so that it does not depend on other requests.
+        """
         width, num_block = sampling.mode.verify_width, self._limits.num_block_rows
         step = self._kernels.open_step(self._state.row_state, rows, num_block, shape.num_nodes + 1, self._bounds)
         assert self._draft is not None
         attend = self._attend(step, page_table)
-        tree = shape.draft(self._kernels, self._draft, step.block_ids, step.positions, attend, width - 1)
+        tree = shape.draft(self._kernels, self._draft, step.block_ids, step.positions, attend, num_block - 1)
         verified, proposal = VerifiedTree(tree, width), Proposal(tree.draft_ids)
         return Blocks(
             rows, step, page_table, sampling, proposal, tree.token_ids.flatten(), tree.positions, tree=verified

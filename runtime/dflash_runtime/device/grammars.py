@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dflash_runtime.checkpoint.text.tokenizer import Tokenizer
 from dflash_runtime.drafts.token_masks import Matcher, ParserTokenizer, TokenMasks
-from dflash_runtime.errors import RequestError, UnsupportedError
+from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError
 from dflash_runtime.scheduling.batch import Batch
 from dflash_runtime.scheduling.grammar import Grammar
 from dflash_runtime.scheduling.request import Request
@@ -80,6 +80,18 @@ class Grammars:
         for token in token_ids[:-1]:
             masks.take(torch.tensor([token]))
         return masks
+
+    def failure_after(self, request: Request, token_ids: Sequence[int]) -> DFlashError | None:
+        """Why a request's grammar allows nothing after these further tokens. None if it does, or without a grammar."""
+        if request.params.grammar is None:
+            return None
+        try:
+            matcher = self._new_matcher(request.params)
+            matcher.follow([*request.output_token_ids, *token_ids])
+            matcher.mask()
+        except DFlashError as error:
+            return error
+        return None
 
     def _matcher_of(self, request: Request) -> Matcher | None:
         if request.params.grammar is None:

@@ -72,8 +72,11 @@ class Matcher:
     """
 
     def __init__(self, tokenizer: ParserTokenizer, parsed: Any, stop_ids: Sequence[int]) -> None:
-        self._matcher = parsed.deep_copy()
-        self._tokenizer, self._stop_ids = tokenizer, list(stop_ids)
+        self._tokenizer, self._parsed, self._stop_ids = tokenizer, parsed, list(stop_ids)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._matcher = self._parsed.deep_copy()
         self._num_committed = 0
         self._num_drafted = 0
         self.has_ended = False
@@ -94,8 +97,10 @@ class Matcher:
         self._num_committed = len(token_ids)
 
     def forget_drafts(self) -> None:
-        """Go back to the end of the committed tokens."""
-        if self._num_drafted:
+        """Go back to the end of the committed tokens, or to the beginning if the draft tokens met a dead end."""
+        if self._num_drafted and self._matcher.is_error():  # such a matcher stays where it is
+            self._begin()
+        elif self._num_drafted:
             self._matcher.rollback(self._num_drafted)
         self._num_drafted, self.has_ended = 0, False
 
@@ -142,7 +147,7 @@ class TokenMasks:
         self, matchers: Sequence[Matcher | None], vocab_size: int, device: torch.device, target_ids: Tensor | None
     ) -> None:
         self._matchers, self._vocab_size, self._device, self._target_ids = matchers, vocab_size, device, target_ids
-        self._is_open = [matcher is not None for matcher in matchers]  # False after a forbidden draft token
+        self._is_open = [matcher is not None for matcher in matchers]  # False after a forbidden token or a dead end
         self._rows: list[Tensor] = []  # the mask of each row so far, [R, V] bool
         self._add_row([None if matcher is None else matcher.mask() for matcher in matchers])
 
@@ -162,19 +167,26 @@ class TokenMasks:
     def limit(self, logits: Tensor, rows: slice = slice(None)) -> Tensor:
         """Return the target's logits [R * W, V] with minus infinity for every token that a row's grammar forbids.
 
-        Rows after a forbidden draft token or a stop token are not masked: their tokens are never committed. `rows`
-        chooses among the W rows.
+        Rows after a forbidden draft token or a stop token are not masked: their tokens are never committed. In a row
+        at a dead end of the grammar, no logit is finite. `rows` chooses among the W rows.
         """
         allowed = torch.stack(self._rows[rows], dim=1)
         return logits.masked_fill(~allowed.flatten(0, 1), -torch.inf)
 
     def _mask_after(self, place: int, token: int) -> Bits | None:
-        """The mask after one more draft token of a request, or None if nothing is masked any more."""
+        """The mask after one more draft token of a request, or None if nothing is masked any more.
+
+        A draft token may lead to a dead end, in which nothing is allowed. It ends the answer only if it is accepted.
+        """
         matcher = self._matchers[place]
         if matcher is None or not self._is_open[place]:
             return None
         self._is_open[place] = matcher.try_draft(token)
-        return matcher.mask() if self._is_open[place] else None
+        try:
+            return matcher.mask() if self._is_open[place] else None
+        except DFlashError:
+            self._is_open[place] = False
+            return np.zeros(-(-self._vocab_size // 8), np.uint8)
 
     def _add_row(self, masks: Sequence[Bits | None]) -> None:
         """Send the masks of a row. None allows everything."""

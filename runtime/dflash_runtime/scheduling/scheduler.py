@@ -136,16 +136,17 @@ class Scheduler:
             tree_rows=tree_rows,
         )
 
-    def commit(self, request: Request, output: StepOutput) -> list[int]:
+    def commit(self, request: Request, output: StepOutput, failure: DFlashError | None = None) -> list[int]:
         """Commit one step's result for a request, and return the committed tokens.
 
-        Results of an ended request, or of an earlier request in the same row, are dropped.
+        Results of an ended request, or of an earlier request in the same row, are dropped. `failure` is the reason if
+        logits are not finite because a grammar allows no token.
         """
         if request.is_finished or request.row is None or output.generation != request.generation:
             return []
         request.num_in_flight -= 1
         if not output.is_finite:
-            return self._end_not_finite(request, output)
+            return self._end_not_finite(request, output, failure)
         if not output.token_ids:
             return []
         start = len(request.output_token_ids)
@@ -449,12 +450,14 @@ class Scheduler:
         elif request in self._waiting:  # an interrupted `add` has not put it there
             self._waiting.remove(request)
 
-    def _end_not_finite(self, request: Request, output: StepOutput) -> list[int]:
+    def _end_not_finite(self, request: Request, output: StepOutput, failure: DFlashError | None) -> list[int]:
         """Commit the tokens before the non-finite logits, and end the request with an error."""
         if output.token_ids:
             request.commit(output.token_ids, self.limits.max_model_len)
         where = f"the target gave non-finite logits at position {request.total_len}"
-        if self.explain_non_finite is not None:
+        if failure is not None:
+            error = failure
+        elif self.explain_non_finite is not None:
             error = self.explain_non_finite(where)
         else:
             error = CheckpointError(f"{where}: its weights have NaN, or are too large", id=NON_FINITE)
