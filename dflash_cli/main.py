@@ -361,7 +361,7 @@ def _foreseen(error: Exception) -> DFlashError | None:
 
 
 def _is_of_reading(error: OSError) -> bool:
-    """Whether the system refused to give a file. Writers raise NotWritten, and stdout has no name."""
+    """Whether the system refused to give a file. A writer raises NotWritten, and an error of stdout names no file."""
     is_named = error.filename is not None and error.errno in (errno.EIO, errno.ENOMEM)
     return not isinstance(error, NotWritten) and (isinstance(error, PermissionError) or error.errno in LOST or is_named)
 

@@ -71,7 +71,7 @@ def states_sizes_elsewhere(config: Any) -> bool:
 def record() -> dict[str, Any]:
     """The whole table: model type -> the type of its decoder, and type of a decoder -> its traits.
 
-    `sizes_elsewhere` lists the model types whose configs have other keys for the sizes of a decoder.
+    `sizes_elsewhere` lists the model types with other keys for the sizes of a decoder.
     """
     from transformers import CONFIG_MAPPING, __version__
     from transformers.models.auto.modeling_auto import (

@@ -186,41 +186,43 @@ def block_rows(settings: Mapping[str, Any]) -> int | None:
     return int(block[0]) if is_block(block) else None
 
 
-def with_cut_blocks(
-    rows: Mapping[str, int], block: int | None, fused: Mapping[str, str], *, may_share_blocks: bool = False
-) -> tuple[str, ...]:
-    """Packed matrices whose rows get scales of another matrix, because a block lies in both.
+def misread_blocks(
+    sizes: Mapping[str, tuple[int, int]], parts_of: Callable[[str], PartsOf | None], settings: Mapping[str, Any] | None,
+    fused: Mapping[str, str], *, may_share_blocks: bool = False,
+) -> tuple[str, ...]:  # fmt: skip
+    """Return the packed weights with rows that get the scales of another matrix: a block of rows lies in both.
 
-    Engines fuse q, k and v, and gate and up. So each of them but the last needs whole blocks of rows. On several GPUs
-    each GPU's part of every matrix needs them, which no verdict covers.
+    Engines fuse q, k and v, and gate and up. So every matrix except the last needs whole blocks of rows. With several
+    GPUs, the part of each GPU needs them too. No verdict covers this.
     Source: validate_fp8_block_shape in vLLM 0.33.0 and SGLang 0.5.23 layers/quantization.
 
-    rows              packed module -> rows of its matrix
-    block             rows of a block
+    sizes             module -> rows and columns of its matrix
+    parts_of          whether a module is packed, and how
+    settings          the quantisation settings of the draft, None without them
     fused             last part of a module's name -> last part of the name of the fused module
-    may_share_blocks  the engine goes on, as far as the scales of the fused matrix have room
+    may_share_blocks  the engine continues if the fused matrix has enough scales
 
     Raises:
         EngineStops: names the matrix at which the engine stops.
     """
+    block = block_rows(settings or {})
+    if block is None:
+        return ()
+    rows = {module: size[0] for module, size in sizes.items() if parts_of(module) is not None}
     groups: dict[str, list[str]] = {}
-    for module in rows if block is not None else ():
+    for module in rows:
         parent, _, last = module.rpartition(".")
         groups.setdefault(f"{parent}.{fused.get(last, last)}", []).append(module)
     misread: list[str] = []
     for members in groups.values():
-        assert block is not None
         cut = next((at for at, module in enumerate(members[:-1]) if rows[module] % block), None)
         if cut is None:
             continue
-        *begins, end = accumulate((rows[module] for module in members), initial=0)
-        lasts = (
-            ceil(begin / block) + ceil(rows[module] / block) for begin, module in zip(begins, members, strict=True)
-        )
+        heights = [rows[module] for module in members]
+        *begins, end = accumulate(heights, initial=0)
+        lasts = [ceil(begin / block) + ceil(height / block) for begin, height in zip(begins, heights, strict=True)]
         if not may_share_blocks or max(lasts) > ceil(end / block):
-            why = (
-                f"{rows[members[cut]]} rows, expected whole blocks of {block}: the engine fuses it with other matrices"
-            )
+            why = f"{heights[cut]} rows, expected whole blocks of {block}: the engine fuses it with other matrices"
             raise EngineStops(f"{WEIGHTS}:{members[cut]}.weight", why)
         misread += [f"{module}.weight" for module in members[cut + 1 :]]
     return tuple(misread)

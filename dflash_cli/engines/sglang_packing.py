@@ -18,16 +18,15 @@ from dflash_cli.engines.packed_weights import (
     PackedLoad,
     PartsOf,
     awq,
-    block_rows,
     compressed_parts,
     fp8_parts,
     gptq,
     is_listed,
     load_packed,
     matrices,
+    misread_blocks,
     needed,
     nibbles,
-    with_cut_blocks,
     with_scale,
 )
 from dflash_cli.engines.partial_loads import BY_INPUT
@@ -71,8 +70,7 @@ def load_packing(subject: Subject, found: Mapping[str, Any], num_taps: int) -> P
 
     sizes = matrices(found, num_taps)
     if subject.tensors is not None:
-        packed = {module: rows for module, (rows, _) in sizes.items() if parts_of(module) is not None}
-        with_cut_blocks(packed, block_rows(settings or {}), FUSED)
+        misread_blocks(sizes, parts_of, settings, FUSED)
     return load_packed(subject, sizes, parts_of, is_strict=False, cutting=BY_INPUT)
 
 

@@ -22,16 +22,15 @@ from dflash_cli.engines.packed_weights import (
     PackedLoad,
     PartsOf,
     awq,
-    block_rows,
     compressed_parts,
     fp8_parts,
     gptq,
     is_listed,
     load_packed,
     matrices,
+    misread_blocks,
     needed,
     nibbles,
-    with_cut_blocks,
     with_scale,
 )
 from dflash_cli.rules.subject import Subject
@@ -86,14 +85,12 @@ def load_packing(subject: Subject, found: Mapping[str, Any], num_taps: int) -> P
     def parts_of(module: str) -> PartsOf | None:
         return parts if is_packed(runtime_name(module, depth), module) else None
 
-    load = load_packed(
-        subject, matrices(found, num_taps), parts_of, is_strict=True, skipped=(".g_idx",) if settings else ()
-    )
+    sizes = matrices(found, num_taps)
+    load = load_packed(subject, sizes, parts_of, is_strict=True, skipped=(".g_idx",) if settings else ())
     if subject.tensors is None:
         return load
-    packed = {module: rows for module, (rows, _) in matrices(found, num_taps).items() if parts_of(module) is not None}
     may_share = "weight_block_size" in (settings or {})
-    misread = with_cut_blocks(packed, block_rows(settings or {}), FUSED, may_share_blocks=may_share)
+    misread = misread_blocks(sizes, parts_of, settings, FUSED, may_share_blocks=may_share)
     return replace(load, misread=(*load.misread, *misread))
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from dflash_cli.formats.dialect import Json, all_formats
 from dflash_cli.formats.fields import LOGIT_SCALE, Keys
 from dflash_runtime.checkpoint.targets.hf_config import BODY_KEYS as SIZE_KEYS
-from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING, read_body, require_number
+from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING, read_body
+from dflash_runtime.checkpoint.targets.required_fields import require_number
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion

@@ -40,7 +40,7 @@ from dflash_cli.formats.gguf_fields import (
 )
 from dflash_runtime.checkpoint.stored.gguf import DRAFTS
 from dflash_runtime.checkpoint.stored.gguf_checkpoint import gguf_name
-from dflash_runtime.checkpoint.targets.hf_config import require_int
+from dflash_runtime.checkpoint.targets.required_fields import require_int
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
 from dflash_runtime.notices import Notice

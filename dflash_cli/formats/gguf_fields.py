@@ -11,7 +11,8 @@ from typing import Any
 from dflash_cli.formats.dialect import Json, cannot_state
 from dflash_cli.formats.fields import look_up
 from dflash_runtime.checkpoint.stored.gguf import shortest, to_float32
-from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING, read_layer_types, require_int
+from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING, read_layer_types
+from dflash_runtime.checkpoint.targets.required_fields import require_int
 from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
 from dflash_runtime.json_values import as_object, is_int

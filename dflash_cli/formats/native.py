@@ -38,7 +38,8 @@ from dflash_cli.formats.native_fields import (
     write_causality,
 )
 from dflash_cli.formats.unserved import MODE_KEYS, SINK_KEY, find_unserved, naming_unserved, without_sinks
-from dflash_runtime.checkpoint.targets.hf_config import read_layer_types, require_int
+from dflash_runtime.checkpoint.targets.hf_config import read_layer_types
+from dflash_runtime.checkpoint.targets.required_fields import require_int
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING, LossyConversion, UsageError
 from dflash_runtime.json_values import as_object

@@ -11,7 +11,8 @@ from typing import Any
 from dflash_cli.formats.decoder_body import NESTED, layer_list
 from dflash_cli.formats.dialect import Json
 from dflash_cli.formats.fields import AUX_KEY, ZLAB_SCALES, Keys, guess_taps, look_up
-from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING, read_layer_types, read_windows, require_int
+from dflash_runtime.checkpoint.targets.hf_config import FULL, SLIDING, read_layer_types, read_windows
+from dflash_runtime.checkpoint.targets.required_fields import require_int
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion
 from dflash_runtime.json_values import is_number

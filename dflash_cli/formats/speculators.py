@@ -40,7 +40,8 @@ from dflash_cli.formats.speculators_updaters import (
     update_dflash,
 )
 from dflash_cli.formats.unserved import find_unserved, naming_unserved
-from dflash_runtime.checkpoint.targets.hf_config import read_layer_types, read_windows, require_int
+from dflash_runtime.checkpoint.targets.hf_config import read_layer_types, read_windows
+from dflash_runtime.checkpoint.targets.required_fields import require_int
 from dflash_runtime.draft_config import DraftConfig, Verifier
 from dflash_runtime.errors import MISSING, InvalidConfig, LossyConversion, UsageError
 from dflash_runtime.json_values import as_object

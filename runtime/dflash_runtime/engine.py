@@ -248,10 +248,7 @@ class Engine:
                 continue  # it ended in an earlier step
             self._touched[request] = None
             self.witness.see_tokens(request, output.token_ids)
-            failure = None
-            if not output.is_finite:
-                failure = self.runner.grammars.failure_after(request, output.token_ids)
-            if self.scheduler.commit(request, output, failure):
+            if self.scheduler.commit(request, output):
                 self._num_failures = 0
             if request.is_sending and self.transfers is not None:
                 self.transfers.send(request)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,12 +15,13 @@ from dflash_runtime.device.step_times import find_step_times
 from dflash_runtime.device.storage.kv_pages import PagePorter
 from dflash_runtime.drafts.lookups import lookups
 from dflash_runtime.engine import Engine
-from dflash_runtime.errors import UsageError
+from dflash_runtime.errors import DFlashError, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.kv_transfer.prefix_store import PrefixStore
 from dflash_runtime.notices import Notice
 from dflash_runtime.scheduling.pages import PagePool
 from dflash_runtime.scheduling.prefix_cache import PrefixCache
+from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.row_budget import BestBudget, RowBudget
 from dflash_runtime.scheduling.scheduler import Scheduler
 from dflash_runtime.scheduling.snapshots import SnapshotIndex
@@ -57,12 +59,18 @@ class EngineSetup:
         store, without_store = open_store(pair, find_fingerprint, runner.porter)
         make_index = lookups()[config.drafting] if pair.is_looking_up else None
         policy, budget = find_width_policy(pair, runner), find_row_budget(pair, runner)
-        scheduler = Scheduler(pair.limits, pages, cache, policy, make_index, budget)
+        explain = partial(explain_non_finite, pair, runner)
+        scheduler = Scheduler(pair.limits, pages, cache, policy, make_index, budget, explain)
         scheduler.load.keeps_to_ridge = pair.has_graphs
-        scheduler.explain_non_finite = None if pair.non_finite is None else pair.non_finite.error
         max_in_flight = config.max_in_flight if config.is_async else 0
         engine = Engine(scheduler, runner, max_in_flight=max_in_flight, seed=config.seed)
         return cls(engine, store, tuple(item for item in (without_snapshots, without_store) if item is not None))
+
+
+def explain_non_finite(pair: LoadedPair, runner: Runner, request: Request, where: str) -> DFlashError | None:
+    """Return why a request's logits are not finite: a dead end of its grammar, or a tensor with NaN."""
+    failure = runner.grammars.dead_end(request)
+    return pair.non_finite.error(where) if failure is None and pair.non_finite is not None else failure
 
 
 def find_width_policy(pair: LoadedPair, runner: Runner) -> WidthPolicy | None:

@@ -33,7 +33,7 @@ MAX_FOUND_CHARS = 80
 
 
 NON_FINITE = "non-finite-logits"
-"""The id of errors about a target whose logits are NaN or infinite."""
+"""Id of errors about NaN or infinite logits of a target."""
 
 
 class _Missing:
@@ -199,7 +199,7 @@ class CapacityError(DFlashError):
 
 
 def error_of(exit_code: int) -> type[DFlashError]:
-    """The most general error class with this exit code, for a failure whose class is unknown."""
+    """Return the most general error class with this exit code."""
     kinds = (RequestError, CheckpointError, CheckpointNotFound, UnsupportedError, CapacityError)
     return next((kind for kind in kinds if kind.exit_code == exit_code), DFlashError)
 
@@ -227,7 +227,7 @@ def unreadable(path: object, error: OSError) -> CheckpointError | FileUnreadable
 
 
 def out_of_memory(path: object) -> CapacityError:
-    """Return the error for a file whose bytes do not fit into memory."""
+    """Return the error for a file that does not fit into memory."""
     return CapacityError("cannot be read: out of memory", id="out-of-memory", path=path)
 
 

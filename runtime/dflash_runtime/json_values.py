@@ -49,6 +49,6 @@ def finite(value: Any) -> Any:
 
 
 def json_kind(value: Any) -> str:
-    """What a JSON value is called: `null`, `string`, `number`, `boolean`, `list` or `object`."""
+    """Return the kind of a JSON value: `null`, `string`, `number`, `boolean`, `list` or `object`."""
     names = {type(None): "null", str: "string", bool: "boolean", int: "number", float: "number", dict: "object"}
     return names.get(type(value), "list")

@@ -26,7 +26,8 @@ from dflash_cli.formats.decoder_body import BODY_FIELDS, BODY_KEYS, carried_keys
 from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig
 from dflash_cli.formats.fields import Keys, Spelling, shifted, with_keys
 from dflash_cli.formats.stated import StatedConfig
-from dflash_runtime.checkpoint.targets.hf_config import read_body, read_windows, require_int
+from dflash_runtime.checkpoint.targets.hf_config import read_body, read_windows
+from dflash_runtime.checkpoint.targets.required_fields import require_int
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import InvalidConfig, LossyConversion
 

@@ -23,7 +23,8 @@ from dflash_cli.formats.decoder_body import BODY_FIELDS, write_body
 from dflash_cli.formats.dialect import FORMATS, Format, Json, ParsedConfig
 from dflash_cli.formats.fields import Keys, Spelling, look_up, shifted, with_keys
 from dflash_cli.formats.stated import StatedConfig
-from dflash_runtime.checkpoint.targets.hf_config import read_body, require_int
+from dflash_runtime.checkpoint.targets.hf_config import read_body
+from dflash_runtime.checkpoint.targets.required_fields import require_int
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.errors import InvalidConfig
 

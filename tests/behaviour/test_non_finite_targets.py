@@ -67,7 +67,7 @@ def test_nan_in_a_native_target_of_fp8(tmp_path: Path) -> None:
 def test_the_first_tensor_with_a_number_that_is_not_finite(
     dtype: torch.dtype, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The search reads pieces, and the largest finite numbers are none of them."""
+    """The search reads in pieces, and takes the largest finite numbers for finite."""
     monkeypatch.setattr(non_finite, "CHUNK_BYTES", 64)
     (tmp_path / "config.json").write_text("{}")
     largest = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A value whose fault the command line, a small file or the headers show is refused before any weight is read."""
+"""A fault that the command line, a small file or the headers show is refused before any weight is read."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Odd values of options, and odd rows of prompts: the error names the option or the field, and what was found."""
+"""Odd values of options, and odd rows of prompts: the error names the option or the field, and the value."""
 
 import json
 from pathlib import Path

@@ -22,7 +22,7 @@ ids = [errno.errorcode[number] for number in CODES]
 
 
 class Lost:
-    """An open file whose bytes the system does not give; after a seek, if `is_after_seek`."""
+    """An open file that fails when it is read. With `is_after_seek`, it fails only after a seek."""
 
     def __init__(self, stream: Any, number: int, *, is_after_seek: bool) -> None:
         self._stream, self._number, self._is_lost = stream, number, not is_after_seek

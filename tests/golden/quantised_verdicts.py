@@ -30,7 +30,7 @@ engine_loaders.PAIR = quantised_cases
 
 
 def write(draft: Path, case: quantised_cases.QuantisedCase) -> None:
-    """A draft whose tensors are ones, in the bytes of their element type; the scales of blocks differ."""
+    """Write a draft with tensors of ones in their element type. The scales of blocks differ."""
     import torch
     from safetensors.torch import save_file
 
@@ -71,7 +71,7 @@ def of_model(model: Any, draft: Path) -> Reading:
 
 
 def with_scales_of_others(model: Any, draft: Path) -> list[str]:
-    """Stored matrices with scales of blocks, of which a row gets a scale that the file does not give it.
+    """Return the stored matrices with block scales in which a row gets another scale than in the file.
 
     A product takes the scale of the block in which a row of the fused matrix lies.
     """

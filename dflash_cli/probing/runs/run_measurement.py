@@ -96,8 +96,8 @@ def run_server(
 class Gathered:
     """Answers and failures of a run.
 
-    answers      all answers of the journal, with those of an earlier run
-    found        answers of this run, with the server's own data about each
+    answers      all answers of the journal, also from an earlier run
+    found        answers of this run, each with the server's data about it
     num_resumed  answers of an earlier run
     num_late     rows that were not asked or not answered in time
     num_extra    requests in the counters beyond one for each answer; infinite if their number is not known

@@ -8,7 +8,7 @@ from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_cli.rules.themes.target_identity import TOKENIZER_CONFIG, read_json, special_tokens
 from dflash_runtime.checkpoint.pair import TargetExpectations, find_misfits
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
-from dflash_runtime.checkpoint.targets.hf_config import read_rope
+from dflash_runtime.checkpoint.targets.rope_fields import read_rope
 from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
 from dflash_runtime.checkpoint.targets.target_facts import decoder_config
 from dflash_runtime.errors import CheckpointError, InvalidConfig

@@ -7,7 +7,7 @@ from dflash_cli.formats.decoder_body import ROPE_KEYS, ROPE_KINDS
 from dflash_cli.rules.rule import FIX_REEXPORT, FIX_RUN_LEVEL, Problem, check
 from dflash_cli.rules.shapes import different
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.checkpoint.targets.hf_config import rope_parameters
+from dflash_runtime.checkpoint.targets.rope_fields import rope_parameters
 from dflash_runtime.json_values import as_object, is_number
 
 NEEDED_BY_ROPE: Mapping[str, tuple[str, ...]] = {

@@ -1,15 +1,15 @@
 """Products of packed weights with up to eight rows, in assembly: each warp reads, unpacks and multiplies by itself.
 
-A warp loads numbers into the registers in which tensor cores want them. Nothing passes through shared memory, and warps
-wait for each other only at the end, when their sums are added up: the warps of a program share a sum over columns, and
-each computes every W-th tile of 128 columns.
+A warp loads numbers into the registers in which tensor cores want them. The warps of a program share a sum over
+columns: each computes every W-th tile of 128 columns. Warps use shared memory and wait for each other only at the end,
+to add up their sums.
 
 The loop is assembly for two reasons. Triton decides where the elements of a tile lie. And the assembler would move the
 loads of the next tile behind the products of this tile, unless a branch stands between them.
 
-A thread is lane 4 g + t of its warp. Of each tile it holds the columns 16 j + 4 t + (0, 1, 2, 3) of the rows g, g + 8,
-g + 16 and g + 24 of a weight, and of row g of the hidden states. The j-th of eight products sums these columns over the
-lanes.
+A thread is lane 4 g + t of its warp. It holds the columns 16 j + 4 t + (0, 1, 2, 3) of each tile. Of a weight it holds
+the rows g, g + 8, g + 16 and g + 24, and of the hidden states row g. The j-th of eight products sums these columns over
+the lanes.
 
 Axis letters: G groups of 32 rows of a weight, W warps.
 """
@@ -40,8 +40,8 @@ def warp_products(groups: int, depth: int, warps: int, waits: bool) -> str:
     """Return the assembly. Its operands: 8 G / W sums, G addresses of numbers, G of scales, one of a hidden state.
 
     A weight or hidden state with address 0 is zero. With `waits`, the launches before are awaited after the first
-    weights are loaded. Sum c of a group is number q = 8 w / W + c of warp w: of row 16 (q / 4) + 8 (q % 4 / 2) + g of
-    the group, and of hidden state 2 t + q % 2.
+    weights are loaded. Sum c of a group in warp w has the number q = 8 w / W + c. It belongs to row
+    16 (q / 4) + 8 (q % 4 / 2) + g of the group and to hidden state 2 t + q % 2.
     """
     return "\n".join(_program(groups, depth, warps, waits))
 
@@ -120,8 +120,7 @@ def _weight_loads(turn: int, groups: int, distance: int) -> Iterator[str]:
 def _hidden_loads(turn: int, depth: int, distance: int) -> Iterator[str]:
     """Load a lane's columns of the hidden state. Of the last tile, only some of the eight parts may exist.
 
-    Numbers of the other parts are zero, so registers keep what they have. These loads follow the loads of weights,
-    because both are awaited together, and the cache answers in order.
+    Numbers of the other parts are zero, so registers keep what they have.
     """
     num_last = depth % TILE // 16
     if num_last:

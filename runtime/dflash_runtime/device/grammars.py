@@ -81,13 +81,13 @@ class Grammars:
             masks.take(torch.tensor([token]))
         return masks
 
-    def failure_after(self, request: Request, token_ids: Sequence[int]) -> DFlashError | None:
-        """Why a request's grammar allows nothing after these further tokens. None if it does, or without a grammar."""
+    def dead_end(self, request: Request) -> DFlashError | None:
+        """Return the error if a request's grammar allows no next token; else, or without a grammar, None."""
         if request.params.grammar is None:
             return None
         try:
             matcher = self._new_matcher(request.params)
-            matcher.follow([*request.output_token_ids, *token_ids])
+            matcher.follow(request.output_token_ids)
             matcher.mask()
         except DFlashError as error:
             return error

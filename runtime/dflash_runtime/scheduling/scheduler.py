@@ -55,15 +55,19 @@ class Scheduler:
         width_policy: WidthPolicy | None = None,
         make_index: Callable[[], TextIndex] | None = None,
         row_budget: RowBudget | None = None,
+        explain_non_finite: Callable[[Request, str], DFlashError | None] = lambda request, where: None,
     ) -> None:
-        """With `make_index`, a lookup drafts; then no step may be scheduled while another one is in flight."""
+        """With `make_index`, a lookup drafts; then no step may be scheduled while another one is in flight.
+
+        `explain_non_finite` returns the cause of logits that are not finite, if it is known: of a request, and where.
+        """
         self.limits = limits
         self.pages = pages
         self.cache = cache
         self.width_policy = width_policy or FixedWidth()
         self._make_index = make_index
         self.row_budget = row_budget
-        self.explain_non_finite: Callable[[str], CheckpointError] | None = None  # names the tensor at fault
+        self._explain_non_finite = explain_non_finite
         self.num_preemptions = 0
         self.load = StepLoad(limits)
         self.room = ExpectedRoom(limits, pages)
@@ -136,17 +140,16 @@ class Scheduler:
             tree_rows=tree_rows,
         )
 
-    def commit(self, request: Request, output: StepOutput, failure: DFlashError | None = None) -> list[int]:
+    def commit(self, request: Request, output: StepOutput) -> list[int]:
         """Commit one step's result for a request, and return the committed tokens.
 
-        Results of an ended request, or of an earlier request in the same row, are dropped. `failure` is the reason if
-        logits are not finite because a grammar allows no token.
+        Results of an ended request, or of an earlier request in the same row, are dropped.
         """
         if request.is_finished or request.row is None or output.generation != request.generation:
             return []
         request.num_in_flight -= 1
         if not output.is_finite:
-            return self._end_not_finite(request, output, failure)
+            return self._end_not_finite(request, output)
         if not output.token_ids:
             return []
         start = len(request.output_token_ids)
@@ -450,18 +453,13 @@ class Scheduler:
         elif request in self._waiting:  # an interrupted `add` has not put it there
             self._waiting.remove(request)
 
-    def _end_not_finite(self, request: Request, output: StepOutput, failure: DFlashError | None) -> list[int]:
+    def _end_not_finite(self, request: Request, output: StepOutput) -> list[int]:
         """Commit the tokens before the non-finite logits, and end the request with an error."""
         if output.token_ids:
             request.commit(output.token_ids, self.limits.max_model_len)
         where = f"the target gave non-finite logits at position {request.total_len}"
-        if failure is not None:
-            error = failure
-        elif self.explain_non_finite is not None:
-            error = self.explain_non_finite(where)
-        else:
-            error = CheckpointError(f"{where}: its weights have NaN, or are too large", id=NON_FINITE)
-        self.fail(request, error)
+        unknown = CheckpointError(f"{where}: its weights have NaN, or are too large", id=NON_FINITE)
+        self.fail(request, self._explain_non_finite(request, where) or unknown)
         return output.token_ids
 
     def _release_pages(self, request: Request) -> None:

@@ -265,7 +265,7 @@ def flip_a_byte(file: Path) -> None:
 
 
 def without_digests(file: Path, **changes: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Change tensors in a dump of an earlier release, which has no digests."""
+    """Change tensors of a dump, and remove its digests, as in a dump of an earlier release."""
     change_tensors(file, **changes)
     manifest = json.loads((file.parent / "manifest.json").read_text())
     for item in manifest["requests"]:

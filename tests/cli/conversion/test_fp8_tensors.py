@@ -112,7 +112,7 @@ def mean_accepted(outputs: list[RequestOutput]) -> float:
 
 
 def problems(draft: Path, engine: str) -> list[str]:
-    """The problems of an engine with packed weights, and the places of those about single parts."""
+    """An engine's findings about packed weights: ids and locations."""
     findings = json.loads(invoke("validate", draft, "--engine", engine, "--json").out)["findings"]
     return [f"{item['id']} {item['location']}" for item in findings if item["id"] in ("S32", "S42", "N11")]
 

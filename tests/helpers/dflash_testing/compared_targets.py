@@ -71,7 +71,7 @@ class ComparedTarget:
         assert [item.num_loaded for item in found] == list(LENGTHS)
 
     def check_layer_outputs(self) -> None:
-        """Require that the outputs of all layers but the last equal those of transformers."""
+        """Require that every layer except the last has the same output as in transformers."""
         (text,) = self.prompts(150)
         layers = range(self.target.config.num_layers - 1)
         with torch.no_grad():

@@ -263,7 +263,7 @@ def probe_script(patch: pytest.MonkeyPatch, script: Script, **options: Any) -> P
 
 
 def probe_named(patch: pytest.MonkeyPatch, script: Script, ids: set[str], **options: Any) -> Probed:
-    """The outcome of a probe, whose errors and warnings must have these ids."""
+    """Probe a scripted server, and require errors and warnings with these ids."""
     found = probe_script(patch, script, **options)
     assert named(found) == ids, [(item.id, item.seen) for item in found.findings]
     return found

@@ -10,11 +10,11 @@ from dflash_runtime.checkpoint.targets.hf_config import (
     foreign_parts,
     not_run,
     read_body,
-    read_rope,
     read_windows,
-    require_int,
 )
 from dflash_runtime.checkpoint.targets.layer_kinds import FULL, SLIDING
+from dflash_runtime.checkpoint.targets.required_fields import require_int
+from dflash_runtime.checkpoint.targets.rope_fields import read_rope
 from dflash_runtime.checkpoint.targets.target_facts import decoder_config
 from dflash_runtime.errors import MISSING, InvalidConfig
 from dflash_runtime.json_values import as_index, as_object, is_int

@@ -1,4 +1,6 @@
-"""Read the decoder fields that every Hugging Face style config shares: sizes, rope, windows.
+"""Read the decoder fields that every Hugging Face style config shares: sizes and windows.
+
+`rope_fields.py` reads the rope.
 
 A field is read in every published spelling. Two spellings with different values are an error. A library's class
 defaults never fill in a value: they differ between readers, which is how drafts break in silence.
@@ -9,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.targets.experts_config import WITH_EXPERTS, read_experts
-from dflash_runtime.checkpoint.targets.layer_kinds import KINDS
 from dflash_runtime.checkpoint.targets.recorded_types import has_sizes_elsewhere, is_no_decoder
+from dflash_runtime.checkpoint.targets.required_fields import optional, require_int, require_number
+from dflash_runtime.checkpoint.targets.rope_fields import read_rope, readable_rope, ropes_by_kind, varies_by_kind
 from dflash_runtime.checkpoint.targets.target_facts import decoder_config, read_depth, read_hidden_size, read_traits
-from dflash_runtime.config_parts import RopeConfig
 from dflash_runtime.errors import MISSING, InvalidConfig, UnsupportedError
-from dflash_runtime.json_values import as_object, is_int, is_number
+from dflash_runtime.json_values import as_object, is_int
 from dflash_runtime.target_config import TargetConfig, TargetFacts
 
 FULL = "full_attention"
@@ -64,14 +66,11 @@ FOREIGN = {
 """Parts of a decoder that `TargetConfig` does not describe -> the keys of published configs that state them."""
 
 SIZES_ELSEWHERE = "target-sizes-elsewhere"
-"""The id of the refusal of a type whose configs have other keys."""
+"""Id of the refusal of a type with other keys for the sizes of its decoder."""
 
 NATIVE_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 NATIVE_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
 """The activation and the rope types that native layers compute."""
-
-ROPE_FLAGS = ("layer_rope_theta", "no_rope_layers")
-"""Keys with one value per layer, zero for a layer without rope."""
 
 
 def read_body(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -84,9 +83,9 @@ def read_body(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     body["head_dim"] = _read_head_dim(config, body, path)
     body["rms_norm_eps"] = require_number(config, "rms_norm_eps", path)
     body["rope"] = read_rope(config, path)
-    body["hidden_act"] = _optional(config, "hidden_act", str, path) or "silu"
-    body["attention_bias"] = _optional(config, "attention_bias", bool, path) or False
-    body["dtype"] = _optional(config, "dtype", str, path) or _optional(config, "torch_dtype", str, path)
+    body["hidden_act"] = optional(config, "hidden_act", str, path) or "silu"
+    body["attention_bias"] = optional(config, "attention_bias", bool, path) or False
+    body["dtype"] = optional(config, "dtype", str, path) or optional(config, "torch_dtype", str, path)
     return body
 
 
@@ -95,8 +94,8 @@ def read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
 
     Raises:
         InvalidConfig: the width, depth or vocabulary is missing, or the list of layers has another length.
-        UnsupportedError: a number is missing or wrong. And transformers has no causal language model of this type, or
-            its configs have other keys.
+        UnsupportedError: a number is missing or wrong, in a type without a causal language model in transformers, or
+            with other keys.
     """
     try:
         return _read_target_facts(config, path)
@@ -116,12 +115,12 @@ def read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
 def _read_target_facts(config: Mapping[str, Any], path: Path) -> TargetFacts:
     text, _ = decoder_config(config, path)
     facts = common_facts(config, text, path)
-    rope, unread = _readable_rope(text, path)
+    rope, unread = readable_rope(text, path)
     return TargetFacts(
         hidden_size=read_hidden_size(text, path),
         num_layers=read_depth(text, path),
         rope=rope,
-        ropes=_ropes_by_kind(text, facts["layer_kinds"], rope, path),
+        ropes=ropes_by_kind(text, facts["layer_kinds"], rope, path),
         not_known=(*foreign_parts(config, text, path), *unread),
         **facts,
     )
@@ -142,7 +141,7 @@ def read_target_config(config: Mapping[str, Any], path: Path) -> TargetConfig:
         raise not_run(model_type, *foreign, path=path)
     body = read_body(text, path)
     body["windows"] = _read_target_windows(text, model_type, body["num_layers"], path)
-    body["mlp_bias"] = _optional(text, "mlp_bias", bool, path) or False
+    body["mlp_bias"] = optional(text, "mlp_bias", bool, path) or False
     body["experts"] = read_experts(text, body["num_layers"], path) if has_experts else None
     return TargetConfig(**{**common_facts(config, text, path), **body})
 
@@ -189,9 +188,9 @@ def without_causal_model(kind: str, path: Path) -> UnsupportedError:
 
 def common_facts(outer: Mapping[str, Any], text: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Read the fields that every kind of target states in the same way."""
-    dtype = _optional(text, "dtype", str, path) or _optional(text, "torch_dtype", str, path)
+    dtype = optional(text, "dtype", str, path) or optional(text, "torch_dtype", str, path)
     size = text if text.get("vocab_size") is not None else outer
-    kinds = [_optional(item, "model_type", str, path) for item in (text, outer)]
+    kinds = [optional(item, "model_type", str, path) for item in (text, outer)]
     return {
         "model_type": kinds[0] or kinds[1] or "",
         "vocab_size": require_int(size, "vocab_size", path),
@@ -219,7 +218,7 @@ def foreign_parts(
         stated = next((key for key in keys if _says_something(text.get(key, rope.get(key)))), None)
         if stated is not None and words not in known:
             parts.append(f"{words} ({stated})")
-    if any(_varies_by_kind(text.get(key)) for key in ("rope_parameters", "rope_scaling")):
+    if any(varies_by_kind(text.get(key)) for key in ("rope_parameters", "rope_scaling")):
         parts.append("another rope for each kind of layer (rope_parameters)")
     return tuple(parts)
 
@@ -227,80 +226,6 @@ def foreign_parts(
 def _says_something(value: Any) -> bool:
     """Whether a key's value changes the model: a factor, share or count of one does not."""
     return value is True or (bool(value) and value != 1)
-
-
-def _varies_by_kind(rope: Any) -> bool:
-    """Whether rope parameters are nested by layer type and differ between types."""
-    nested = [item for item in rope.values() if isinstance(item, dict)] if isinstance(rope, dict) else []
-    return any(item != nested[0] for item in nested)
-
-
-def _readable_rope(text: Mapping[str, Any], path: Path) -> tuple[RopeConfig | None, tuple[str, ...]]:
-    """Return the one rope of a target and (), or None and the names of the parts that are not known."""
-    if any(_varies_by_kind(text.get(key)) for key in ("rope_parameters", "rope_scaling")):
-        return None, ()
-    try:
-        return read_rope(text, path), ()
-    except InvalidConfig:
-        return None, ("rope",)
-
-
-def _ropes_by_kind(
-    text: Mapping[str, Any], kinds: Sequence[str], rope: RopeConfig | None, path: Path
-) -> dict[str, RopeConfig]:
-    """Return the rope of each kind of layer that has rope, or {} if all layers have the same rope."""
-    modern, local = text.get("rope_parameters"), text.get("rope_local_base_freq", text.get("swa_rope_theta"))
-    if isinstance(modern, dict) and _varies_by_kind(modern):
-        by_kind = {KINDS.get(kind, str(kind)): value for kind, value in modern.items() if isinstance(value, dict)}
-        return {kind: read_rope({"rope_parameters": value}, path) for kind, value in by_kind.items() if value}
-    if rope is not None and is_number(local):
-        return {"full": rope, "sliding": RopeConfig(theta=local)}
-    flags: list[Any] = next((text[key] for key in ROPE_FLAGS if isinstance(text.get(key), list) and any(text[key])), [])
-    if rope is None or all(flags) or len(flags) != len(kinds):
-        return {}
-    return {kind: rope for kind, has_rope in zip(kinds, flags, strict=True) if has_rope}
-
-
-def read_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
-    """Read the rope from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (older).
-
-    A missing theta is an error: readers default to 10,000 or to 1,000,000.
-
-    Raises:
-        InvalidConfig: theta is missing, or two spellings differ.
-    """
-    modern, legacy = config.get("rope_parameters"), config.get("rope_scaling")
-    modern = _one_rope(modern, "rope_parameters", path) if modern else {}
-    legacy = _one_rope(legacy, "rope_scaling", path) if legacy else {}
-    thetas = {
-        key: float(_number(value, key, path))
-        for key, value in (
-            ("rope_theta", config.get("rope_theta")),
-            ("rope_parameters.rope_theta", modern.get("rope_theta")),
-            ("rope_scaling.rope_theta", legacy.get("rope_theta")),
-        )
-        if value is not None
-    }
-    if not thetas:
-        raise InvalidConfig("rope_theta", MISSING, "a number, here or in rope_parameters", path=path)
-    if len(set(thetas.values())) > 1:
-        raise InvalidConfig("rope_theta", thetas, "one value in every spelling", path=path)
-    kinds = {
-        str(source[key]) for source in (modern, legacy) for key in ("rope_type", "type") if source.get(key) is not None
-    }
-    if len(kinds) > 1:
-        raise InvalidConfig("rope_type", sorted(kinds), "one type in every spelling", path=path)
-    params = _merge_rope(legacy, modern, path)
-    return RopeConfig(theta=next(iter(thetas.values())), kind=kinds.pop() if kinds else "default", params=params)
-
-
-def rope_parameters(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope parameters other than theta and type. A null counts as absent."""
-    return {
-        key: value
-        for key, value in rope.items()
-        if key not in ("rope_theta", "rope_type", "type") and value is not None
-    }
 
 
 def read_layer_types(config: Mapping[str, Any], num_layers: int, path: Path) -> tuple[str, ...]:
@@ -384,57 +309,9 @@ def read_token_ids(value: Any) -> tuple[int, ...]:
     return tuple(item for item in ids if is_int(item))
 
 
-def require_int(config: Mapping[str, Any], key: str, path: Path) -> int:
-    """Return an integer that the config must state."""
-    value = config.get(key, MISSING)
-    if not is_int(value):
-        raise InvalidConfig(key, value, "an integer", path=path)
-    return value
-
-
-def require_number(config: Mapping[str, Any], key: str, path: Path) -> float:
-    """Return a number that the config must state."""
-    return float(_number(config.get(key, MISSING), key, path))
-
-
-def _optional(config: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
-    value = config.get(key)
-    if value is not None and not isinstance(value, kind):
-        raise InvalidConfig(key, value, f"a {kind.__name__}", path=path)
-    return value
-
-
-def _number(value: Any, key: str, path: Path) -> float:
-    if not is_number(value):
-        raise InvalidConfig(key, value, "a number", path=path)
-    return value
-
-
 def _read_head_dim(config: Mapping[str, Any], body: Mapping[str, Any], path: Path) -> int:
     if config.get("head_dim") is not None:
         return require_int(config, "head_dim", path)
     if body["num_heads"] < 1 or body["hidden_size"] % body["num_heads"]:
         raise InvalidConfig("head_dim", MISSING, "an integer, since heads do not divide hidden_size", path=path)
     return int(body["hidden_size"] // body["num_heads"])
-
-
-def _merge_rope(legacy: Mapping[str, Any], modern: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Join the parameters of both spellings. They must agree: readers differ in which spelling they prefer."""
-    old, new = rope_parameters(legacy), rope_parameters(modern)
-    for key in old.keys() & new.keys():
-        if old[key] != new[key]:
-            found = {f"rope_scaling.{key}": old[key], f"rope_parameters.{key}": new[key]}
-            raise InvalidConfig(key, found, "one value in every spelling", path=path)
-    return {**old, **new}
-
-
-def _one_rope(value: Any, key: str, path: Path) -> dict[str, Any]:
-    """Flatten rope parameters that are nested by layer type, if all types agree."""
-    if not isinstance(value, dict):
-        raise InvalidConfig(key, value, "an object", path=path)
-    nested = [item for item in value.values() if isinstance(item, dict)]
-    if not nested or len(nested) != len(value):
-        return dict(value)
-    if any(item != nested[0] for item in nested):
-        raise InvalidConfig(key, value, "the same rope for every layer type", path=path)
-    return dict(nested[0])

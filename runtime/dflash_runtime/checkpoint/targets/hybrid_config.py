@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_runtime.checkpoint.targets.experts_config import read_experts_in_every_layer, read_shared_experts
-from dflash_runtime.checkpoint.targets.hf_config import common_facts, foreign_parts, not_run, read_body, require_int
+from dflash_runtime.checkpoint.targets.hf_config import common_facts, foreign_parts, not_run, read_body
 from dflash_runtime.checkpoint.targets.layer_kinds import FULL, LINEAR
+from dflash_runtime.checkpoint.targets.required_fields import require_int
 from dflash_runtime.checkpoint.targets.target_facts import decoder_config
 from dflash_runtime.errors import InvalidConfig
 from dflash_runtime.json_values import is_number

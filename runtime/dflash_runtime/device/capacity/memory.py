@@ -98,7 +98,7 @@ class Fit:
         return placement
 
     def _check_pages(self, weights: WeightBytes) -> None:
-        """Refuse a pair whose pages are surely refused after loading; see `fit_num_pages`."""
+        """Refuse a pair now if `fit_num_pages` would surely refuse it after loading."""
         if self.config.kv_memory_bytes is not None:
             fit_num_pages(self.config, self.target, self.draft, self.limits, self.placement)
         elif self.placement.device.type != "cuda" and self.config.num_pages is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dflash_runtime.checkpoint.targets.hf_config import read_rope
+from dflash_runtime.checkpoint.targets.rope_fields import read_rope
 from dflash_runtime.errors import InvalidConfig
 from dflash_testing.refusals import refuses
 

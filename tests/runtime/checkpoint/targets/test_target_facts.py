@@ -41,7 +41,7 @@ def test_a_type_with_other_keys_is_refused_not_malformed(kind: str) -> None:
 
 @pytest.mark.slow
 def test_no_config_class_of_transformers_has_a_malformed_default() -> None:
-    """In both spellings: all values, and only those that differ from the usual ones."""
+    """In both spellings: with all values, and with only the values that differ from the usual ones."""
     transformers = pytest.importorskip("transformers")
     if transformers.__version__ != TYPES["transformers"]:
         pytest.skip("the record is of another release")

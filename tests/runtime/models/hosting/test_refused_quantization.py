@@ -159,7 +159,7 @@ PACKED_EXPERTS = "model.layers.1.mlp.experts.down_proj"
 
 @pytest.mark.parametrize("runtime", ["auto", pytest.param("transformers", marks=unpacks_wide)])
 class TestExponents:
-    """Numbers and scales of MXFP4 are bytes, and the byte 255 is no scale."""
+    """Numbers and scales of MXFP4 are bytes. The byte 255 is invalid as a scale."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
