@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dflash_kernels.launch import ceil_div, check_dtypes, check_tensors, constexpr, jit, power_of_2, require, tl
 from dflash_kernels.launch_config import VOCAB_GROUP, argmax_shape, sampling_shape
+from dflash_kernels.logits.logit_cap import capped
 from dflash_kernels.logits.temperature import MIN_TEMPERATURE
 
 _TL_MIN_TEMPERATURE = constexpr(MIN_TEMPERATURE)
@@ -99,14 +100,14 @@ def scaled_sums(tile_maxes, tile_sums, row, num_tiles, temperature, TILE_T: tl.c
 def _tile_stats_kernel(
     logits, temperatures, top_ks, top_ps, tile_maxes, tile_has_nans, tile_sums, group_maxes, group_sums,
     vocab_size, row_stride, num_tiles, num_groups, num_repeats,
-    IS_GREEDY: tl.constexpr, HAS_FILTERS: tl.constexpr, TILE_V: tl.constexpr, GROUP: tl.constexpr,
+    IS_GREEDY: tl.constexpr, HAS_FILTERS: tl.constexpr, CAP: tl.constexpr, TILE_V: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     token = tile * TILE_V + tl.arange(0, TILE_V)
     raw = load_raw(logits + row * row_stride, token, vocab_size)
     scores = without_nans(raw)
-    tl.store(tile_maxes + row * num_tiles + tile, tl.max(scores, 0))
+    tl.store(tile_maxes + row * num_tiles + tile, capped(tl.max(scores, 0), CAP, logits.dtype.element_ty))
     tl.store(tile_has_nans + row * num_tiles + tile, tl.max((raw != raw).to(tl.int32), 0))
     if not IS_GREEDY:
         temperature = tl.load(temperatures + row // num_repeats)
@@ -130,9 +131,13 @@ def _tile_stats_kernel(
 
 
 def launch_stats(
-    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, *, is_greedy: bool, has_filters: bool
-) -> TileStats:
-    """Compute the statistics of logits [T, V] in one pass. The request's values [R] apply to T / R rows each."""
+    logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, *, is_greedy: bool, has_filters: bool,
+    cap: float | None = None,
+) -> TileStats:  # fmt: skip
+    """Compute the statistics of logits [T, V] in one pass. The request's values [R] apply to T / R rows each.
+
+    Greedy rows may have a `cap`, in 16 bits: then maxima are after the cap.
+    """
     num_rows, vocab_size = logits.shape
     # Sums depend on the tile size. Sampled rows therefore have one tile size for any number of rows.
     shape = argmax_shape(num_rows) if is_greedy else sampling_shape()
@@ -151,6 +156,6 @@ def launch_stats(
     _tile_stats_kernel[(num_rows, num_tiles)](
         logits, temperatures, top_ks, top_ps, maxes, has_nans, sums, group_maxes, group_sums,
         vocab_size, logits.stride(0), num_tiles, num_groups, num_rows // len(temperatures),
-        IS_GREEDY=is_greedy, HAS_FILTERS=has_groups, TILE_V=tile, GROUP=group, num_warps=shape.num_warps,
+        IS_GREEDY=is_greedy, HAS_FILTERS=has_groups, CAP=cap, TILE_V=tile, GROUP=group, num_warps=shape.num_warps,
     )  # fmt: skip
     return TileStats(maxes, has_nans, sums, group_maxes, group_sums, tile, group)

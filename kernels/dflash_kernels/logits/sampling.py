@@ -17,6 +17,7 @@ from dflash_kernels.launch import check_tensors, constexpr, jit, require, tl
 from dflash_kernels.logits.candidates import KEY_BITS, choose_list, score_keys
 from dflash_kernels.logits.categorical import categorical_ref, first_above
 from dflash_kernels.logits.filters import cut_ref, draw_kept, launch_cut, no_cut
+from dflash_kernels.logits.logit_cap import cap_logits, capped
 from dflash_kernels.logits.logit_tiles import (
     MAX_FLOAT,
     check_logits,
@@ -84,6 +85,7 @@ def sample_ref(
     is_greedy: bool = False,
     has_filters: bool = True,
     purpose: int = TARGET,
+    cap: float | None = None,
 ) -> Chosen:
     """Return one token per row: the argmax if the temperature is below MIN_TEMPERATURE, otherwise a sample.
 
@@ -96,8 +98,10 @@ def sample_ref(
     is_greedy     whether every temperature is below MIN_TEMPERATURE
     has_filters   False promises that no top_k or top_p removes tokens
     purpose       stream of random numbers
+    cap           cap of the logits (`logit_cap.py`), which are not capped yet
     Among equal logits the argmax is the lowest id.
     """
+    logits = cap_logits(logits, cap)
     is_finite = logits.amax(-1).isfinite()
     if is_greedy:
         return Chosen(argmax_ref(logits), is_finite)
@@ -139,11 +143,14 @@ def filtered_probs_ref(
 
 
 @jit
-def _best_id(row_logits, maxes, max_score, vocab_size, TILE_V: tl.constexpr, TILE_T: tl.constexpr):
+def _best_id(
+    row_logits, maxes, max_score, vocab_size, TILE_V: tl.constexpr, TILE_T: tl.constexpr, CAP: tl.constexpr = None
+):
     """Return the argmax. It reads the first tile with the highest logit a second time."""
     tile = tl.min(tl.where(maxes == max_score, tl.arange(0, TILE_T), TILE_T), 0)
     token = tile * TILE_V + tl.arange(0, TILE_V)
-    return first_id(without_nans(load_raw(row_logits, token, vocab_size)), token, max_score, vocab_size)
+    scores = capped(without_nans(load_raw(row_logits, token, vocab_size)), CAP, row_logits.dtype.element_ty)
+    return first_id(scores, token, max_score, vocab_size)
 
 
 @jit
@@ -170,7 +177,7 @@ def _sample_kernel(
     logits, temperatures, seeds, positions, salt, tile_maxes, tile_has_nans, tile_sums,
     lists, num_listed, has_tokens, max_scores, keys, last_ids, masses, token_ids, is_finite,
     vocab_size, row_stride, num_tiles, num_groups, num_repeats,
-    IS_GREEDY: tl.constexpr, HAS_FILTERS: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
+    IS_GREEDY: tl.constexpr, HAS_FILTERS: tl.constexpr, CAP: tl.constexpr, TILE_V: tl.constexpr, TILE_T: tl.constexpr,
     KEY_BITS: tl.constexpr, GROUP_BITS: tl.constexpr, TILE_L: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -181,7 +188,7 @@ def _sample_kernel(
     tl.store(is_finite + row, (has_nan == 0) & (tl.abs(highest) < float("inf")))
     row_logits = logits + row * row_stride
     if IS_GREEDY:
-        tl.store(token_ids + row, _best_id(row_logits, maxes, highest, vocab_size, TILE_V, TILE_T))
+        tl.store(token_ids + row, _best_id(row_logits, maxes, highest, vocab_size, TILE_V, TILE_T, CAP))
         return
     temperature = tl.load(temperatures + row // num_repeats)
     max_score = tl.minimum(highest, MAX_FLOAT)
@@ -230,28 +237,36 @@ def sample(
     is_greedy: bool = False,
     has_filters: bool = True,
     purpose: int = TARGET,
+    cap: float | None = None,
 ) -> Chosen:
-    """Compute `sample_ref` in two launches, or in four with filters, without writing a distribution."""
+    """Compute `sample_ref` in two launches, or in four with filters, without writing a distribution.
+
+    A cap costs no launch if all rows are greedy, in 16 bits.
+    """
     check_logits(logits)
+    if not is_greedy or logits.element_size() > 2:
+        logits, cap = cap_logits(logits, cap), None
     _check_values(logits, temperatures, top_ks, top_ps, seeds)
     check_tensors(logits, positions)
     require(positions.shape == (len(logits),), "positions", "one per row of logits")
     require(seeds.dtype == positions.dtype == torch.int64, "seeds, positions", "int64")
     return _launch_sample(
         logits, temperatures, top_ks, top_ps, seeds, positions.contiguous(),
-        is_greedy=is_greedy, has_filters=has_filters and not is_greedy, purpose=purpose,
+        is_greedy=is_greedy, has_filters=has_filters and not is_greedy, purpose=purpose, cap=cap,
     )  # fmt: skip
 
 
 def _launch_sample(
     logits: Tensor, temperatures: Tensor, top_ks: Tensor, top_ps: Tensor, seeds: Tensor, positions: Tensor,
-    *, is_greedy: bool, has_filters: bool, purpose: int,
+    *, is_greedy: bool, has_filters: bool, purpose: int, cap: float | None = None,
 ) -> Chosen:  # fmt: skip
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     is_finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     if num_rows:
-        stats = launch_stats(logits, temperatures, top_ks, top_ps, is_greedy=is_greedy, has_filters=has_filters)
+        stats = launch_stats(
+            logits, temperatures, top_ks, top_ps, is_greedy=is_greedy, has_filters=has_filters, cap=cap
+        )
         cut = launch_cut(logits, temperatures, top_ks, top_ps, stats) if has_filters else no_cut(logits)
         max_scores = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         num_tiles, num_groups = stats.maxes.shape[1], stats.group_maxes.shape[1]
@@ -260,7 +275,8 @@ def _launch_sample(
             cut.lists, cut.num_listed, cut.has_tokens, max_scores, cut.keys, cut.last_ids, cut.masses,
             token_ids, is_finite,
             vocab_size, logits.stride(0), num_tiles, num_groups, num_rows // len(temperatures), IS_GREEDY=is_greedy,
-            HAS_FILTERS=has_filters, KEY_BITS=KEY_BITS[logits.dtype], **stats.tiling(), **cut.sizes, num_warps=8,
+            HAS_FILTERS=has_filters, CAP=cap, KEY_BITS=KEY_BITS[logits.dtype], **stats.tiling(), **cut.sizes,
+            num_warps=8,
         )  # fmt: skip
         if not is_greedy:
             described = Distribution(logits, temperatures, max_scores, cut.keys, cut.last_ids, cut.masses)

@@ -5,6 +5,7 @@ Axis letters: R requests, W verified rows, T flat rows, V vocabulary.
 
 from torch import Tensor
 
+from dflash_kernels.logits.logit_cap import cap_logits
 from dflash_kernels.logits.sampling import Chosen
 from dflash_runtime.device.acceptance_model import OnlineAcceptance
 from dflash_runtime.device.blocks import Blocks, Proposal, Sampling
@@ -15,6 +16,7 @@ from dflash_runtime.device.storage.recurrent import BlockRecall, RecurrentStates
 from dflash_runtime.device.storage.results import with_confidences
 from dflash_runtime.device.storage.state import DeviceState
 from dflash_runtime.drafts.draft import draft_places
+from dflash_runtime.models.head import uncapped_logits
 
 
 class Verifier:
@@ -108,10 +110,10 @@ class Verifier:
 
         The distributions belong to the rows of `hidden`.
         """
-        logits, after = self._target.head(hidden), sampling.after(positions.flatten())
+        (logits, cap), after = uncapped_logits(self._target.head, hidden), sampling.after(positions.flatten())
         if sampling.masks is not None:
-            logits = sampling.masks.limit(logits)
-        ways = {"is_greedy": sampling.mode.is_greedy, "has_filters": sampling.mode.has_filters}
+            logits, cap = sampling.masks.limit(cap_logits(logits, cap)), None
+        ways = {"is_greedy": sampling.mode.is_greedy, "has_filters": sampling.mode.has_filters, "cap": cap}
         if given is None:
             return self._kernels.sample(logits, *sampling.filters(), sampling.seeds, after, **ways)
         asked = (given.requests(item) for item in (*sampling.filters(), sampling.seeds))

@@ -5,10 +5,10 @@ Axis letters: T rows, V vocabulary.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dflash_kernels.fp8.fp8_weight import Rows
+from dflash_kernels.logits.logit_cap import cap_logits
 from dflash_runtime.models.layers import Linear
 
 NO_ID = -1e4
@@ -28,11 +28,21 @@ class ScaledHead(Linear):
 
     def __call__(self, hidden: Rows) -> Tensor:
         """[T, hidden] -> [T, V]."""
+        logits, cap = self.uncapped(hidden)
+        return cap_logits(logits, cap)
+
+    def uncapped(self, hidden: Rows) -> tuple[Tensor, float | None]:
+        """Return logits [T, V] and the cap that they still need. Padding has none of it."""
         logits = Linear.__call__(self, hidden)
         if self.multiplier != 1.0:
             logits = logits * self.multiplier
-        if self.cap is not None:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        if self.num_ids is not None:
-            logits[:, self.num_ids :] = NO_ID
-        return logits
+        if self.num_ids is None:
+            return logits, self.cap
+        logits = cap_logits(logits, self.cap)
+        logits[:, self.num_ids :] = NO_ID
+        return logits, None
+
+
+def uncapped_logits(head: Linear, hidden: Rows) -> tuple[Tensor, float | None]:
+    """Return the logits [T, V] of hidden states, and the cap that they still need, or None."""
+    return head.uncapped(hidden) if isinstance(head, ScaledHead) else (head(hidden), None)
