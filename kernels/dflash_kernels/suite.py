@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dflash_kernels.attention.block_attention import block_attention, block_attention_ref
 from dflash_kernels.attention.ragged_attention import ragged_attention, ragged_attention_ref
+from dflash_kernels.attention.row_attention import row_attention, row_attention_ref
 from dflash_kernels.attention.shared_attention import shared_attention, shared_attention_ref
 from dflash_kernels.attention.tree_attention import tree_attention, tree_attention_ref
 from dflash_kernels.drafts.block_conv import block_conv, block_conv_ref, conv_add_norm, conv_add_norm_ref
@@ -125,6 +126,7 @@ class Kernels:
     fp8_experts: Callable[[Tensor, Fp8Weight, Fp8Weight, Tensor, Tensor], Tensor]
     context_kv_store: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     block_attention: Callable[..., Tensor]
+    row_attention: Callable[..., Tensor]
     shared_attention: Callable[..., Tensor]
     ragged_attention: Callable[..., Tensor]
     tree_attention: Callable[..., Tensor]
@@ -183,6 +185,7 @@ REFERENCE = Kernels(
     fp8_experts=fp8_experts_ref,
     context_kv_store=context_kv_store_ref,
     block_attention=block_attention_ref,
+    row_attention=row_attention_ref,
     shared_attention=shared_attention_ref,
     ragged_attention=ragged_attention_ref,
     tree_attention=tree_attention_ref,
@@ -241,6 +244,7 @@ _TRITON = Kernels(
     fp8_experts=fp8_experts,
     context_kv_store=context_kv_store,
     block_attention=block_attention,
+    row_attention=row_attention,
     shared_attention=shared_attention,
     ragged_attention=ragged_attention,
     tree_attention=tree_attention,

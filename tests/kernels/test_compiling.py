@@ -15,6 +15,7 @@ import sys, torch
 sys.path.insert(0, "tests/kernels")
 import test_graphs
 from dflash_kernels.products import product
+from dflash_kernels.attention.row_attention import RowContext
 from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.products.activation import Gate, silu_mul
 from dflash_kernels.drafts.draft_tree import TreeRows
@@ -52,6 +53,11 @@ def attention_calls(kernels, caches):
         words = torch.ones(requests, rows, 1, dtype=torch.int64)
         tree = TreeRows(words[..., 0], words, words[..., 0])
         kernels.tree_attention(*block, *caches, table[:requests], table[:requests, 0], tree, window=None)
+    arrivals = torch.zeros(8, dtype=torch.int32)
+    for heads, norms in some((6, 5), (18, 0), (9, 10)):
+        parts, head_norms = normal(1, 1, 8 * heads * size), normal(8 * norms, size) if norms else None
+        context = RowContext(KVPlace(*caches, table[0, :1]), table[:1], table[:1, 0], None, arrivals)
+        kernels.row_attention(parts, head_norms, 1e-6, normal(1, size), normal(1, size), 8, context)
     segments = [Segment(0, 1, 600, 0), Segment(1, 60, 0, 1)]
     device, kv_itemsize = table.device, caches[0].itemsize
     shapes = [ragged_shape(size, 2, context, device, kv_itemsize) for context in (LONG_CONTEXT, 0)]

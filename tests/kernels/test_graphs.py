@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_kernels.attention.row_attention import RowContext
 from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.drafts.candidate_walk import Codebooks, WalkDraws
 from dflash_kernels.drafts.draft_tree import TreeRows, ancestor_words
@@ -76,6 +77,7 @@ def inputs(seed: int) -> Inputs:
         "scales_gate_up": arrange_scales(draw(122, 126, E, 2 * 64, 2).to(torch.uint8)),
         "scales_down": arrange_scales(draw(122, 126, E, 64, 2).to(torch.uint8)),
         "program_counts": torch.zeros(E + 1, dtype=torch.int32, device=DEVICE),
+        "arrivals": torch.zeros(R * KV, dtype=torch.int32, device=DEVICE),
         # Row 2 is assigned with two pages, row R with one page. Row 0 gains one page.
         "changes": torch.cat((torch.tensor([[2, 1, 0, 2, 0], [0, 0, 1, 1, 2], [R, 1, 0, 1, 3]]).to(DEVICE),
                               draw(0, 2**40, R, 8)), 1),
@@ -107,6 +109,15 @@ def attend_shared(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
     rows = [at[name].flatten(0, 1)[: len(places)] for name in ("query", "keys", "values")]
     cached = [at[name] for name in ("key_cache", "value_cache", "table", "lens")]
     return (kernels.shared_attention(*rows, *cached, widths, sources, window=20),)
+
+
+def attend_row(kernels: Kernels, at: Inputs) -> tuple[Tensor, ...]:
+    keys, values, table, lens = (at[name] for name in ("key_cache", "value_cache", "table", "lens"))
+    slots = table.gather(1, lens[:, None] // PAGE)[:, 0] * PAGE + lens % PAGE
+    context = RowContext(KVPlace(keys, values, slots), table, lens, 20, at["arrivals"])
+    rows = (at["qkv"][:, :R], at["weights"][:1].expand(H + KV, D), 1e-6, at["cos"][:R], at["sin"][:R])
+    attended = kernels.row_attention(*rows, KV, context)
+    return attended, *(cache[slots // PAGE, slots % PAGE] for cache in (keys, values))
 
 
 def empty_caches(*layers: int) -> tuple[Tensor, Tensor]:
@@ -396,6 +407,7 @@ CALLS: dict[str, Call] = {
     "product with a bias": lambda k, at: (k.product(at["residual"], at["weights"], at["rates"][0, :L].to(BFLOAT)),),
     "gated_product gelu": lambda k, at: (k.gated_product(at["residual"], at["weights"], GELU),),
     "context_kv_store": store_context,
+    "row_attention": attend_row,
     "block_attention": attend,
     "block_attention capped, with sinks": lambda k, at: attend(k, at, Softmax(2.0, at["weights"][0, :H])),
     "shared_attention": attend_shared,

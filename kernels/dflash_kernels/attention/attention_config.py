@@ -1,6 +1,6 @@
 """Tiling of attention of blocks and trees: tiles of rows and keys, and parts of the keys."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -133,3 +133,29 @@ def balanced_shape(
         shape.rows, shape.keys, num_programs, shape.num_stages, num_whole=num_whole if fills_device else 0,
         num_warps=shape.num_warps,
     )  # fmt: skip
+
+
+MOST_ROW_GROUPS = 32
+"""Most KV heads of all requests for which one launch computes attention of one row (`row_attention.py`).
+
+With 64, three launches take as long (docs/measurements/attention.md).
+"""
+
+
+def row_attention_shape(
+    num_groups: int, group: int, head_dim: int, itemsize: int, device: torch.device
+) -> AttentionShape | None:
+    """Return the tiling of attention of one row in one launch, or None if other kernels compute it.
+
+    num_groups  KV heads of all requests
+    group       query heads of a KV head
+
+    A program loads its first tile before queries exist. Short contexts have about one tile for each program. Heads of
+    512 would take more registers than there are.
+    """
+    if head_dim > 256 or head_dim != power_of_2(head_dim) or group > MIN_DOT or num_groups > MOST_ROW_GROUPS:
+        return None
+    shape = attention_shape(num_groups, MIN_DOT, head_dim, itemsize, device)
+    if itemsize > 2:
+        return shape
+    return replace(shape, keys=64, num_warps=4 if head_dim == 128 else 8, num_stages=2 if head_dim > 128 else 3)

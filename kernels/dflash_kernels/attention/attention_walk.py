@@ -28,7 +28,7 @@ def begin_softmax(sinks, head, is_last, TILE_M: tl.constexpr, TILE_D: tl.constex
 
 
 @jit
-def _cap_scores(scores, CAP: tl.constexpr):
+def cap_scores(scores, CAP: tl.constexpr):
     """Return CAP * tanh(scores / CAP). Near zero it uses the series, because exponentials would lose most digits."""
     ratio = scores * (1.0 / CAP)
     square = ratio * ratio
@@ -45,7 +45,7 @@ def _attend(
     """Add one tile of keys to a running softmax in base 2. `row_max` is -inf for rows without a visible key so far."""
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
     if CAP is not None:
-        scores = _cap_scores(scores, CAP)
+        scores = cap_scores(scores, CAP)
     if not IS_FULL:
         scores = tl.where(is_visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
@@ -125,11 +125,8 @@ def context_rows(page_table, position, readable_len, page_stride, row_stride, PA
 
 
 @jit
-def _load_keys(
-    source, begin, dim, is_key, dtype: tl.constexpr,
-    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr, ARE_VALUES: tl.constexpr = False,
-):  # fmt: skip
-    """Load a tile of keys or values, [TILE_N, TILE_D], at the offsets `begin`, and convert it to a dtype.
+def load_rows(source, begin, dim, is_key, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr):
+    """Load a tile of keys or values, [TILE_N, TILE_D], at the offsets `begin`.
 
     Memory after the last key may hold NaN; these rows are loaded as zero.
     """
@@ -138,7 +135,16 @@ def _load_keys(
         tile = tl.load(address)
     else:
         tile = tl.load(address, mask=is_key[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    return from_cache(tile, dtype, ARE_VALUES)
+    return tile
+
+
+@jit
+def _load_keys(
+    source, begin, dim, is_key, dtype: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr, ARE_VALUES: tl.constexpr = False,
+):  # fmt: skip
+    """As `load_rows`, converted to a dtype."""
+    return from_cache(load_rows(source, begin, dim, is_key, HEAD_DIM, TILE_D, IS_FULL), dtype, ARE_VALUES)
 
 
 @jit
@@ -146,18 +152,20 @@ def walk_context(
     queries, row, dim, keys, values, page_stride, row_stride, page_table, context_len, readable_len, begin, end,
     acc, row_max, weight_sum, scale,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr, key=None,
+    TILE_N: tl.constexpr, TILE_D: tl.constexpr, IS_FULL: tl.constexpr, key=None, first_keys=None, first_values=None,
 ):  # fmt: skip
     """Add the tiles `[begin, end)` of the paged keys to a running softmax.
 
     IS_FULL: every row sees every key, so no mask is needed. IS_CAUSAL: the pages also hold the rows' own keys, after
-    the context. `key`: offsets of the first tile's keys, if the caller has already computed them.
+    the context. `key`: offsets of the first tile's keys, if the caller has already computed them. `first_keys` and
+    `first_values`: the first tile, if the caller has already loaded it. Then `key` belongs to the second tile, and the
+    first tile is added last.
     """
     queries = beside_cache(queries, keys.dtype.element_ty)
     if key is None:
         first = begin * TILE_N + tl.arange(0, TILE_N)
         key = context_rows(page_table, first, readable_len, page_stride, row_stride, PAGE_SIZE)
-    for step in range(begin, end):
+    for step in range(begin if first_keys is None else begin + 1, end):
         position = step * TILE_N + tl.arange(0, TILE_N)
         is_key = position < readable_len
         # Look up the pages of the next tile now: a load is not prefetched if its address comes from a load.
@@ -173,6 +181,15 @@ def walk_context(
         acc, row_max, weight_sum = _attend(
             queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale, CAP, IS_FULL
         )
+    if first_keys is not None:
+        position = begin * TILE_N + tl.arange(0, TILE_N)
+        is_visible = ((position < readable_len) & (begin < end))[None, :]
+        if WINDOW:
+            is_visible = is_visible & (context_len + row[:, None] - position[None, :] < WINDOW)
+        acc, row_max, weight_sum = _attend(
+            queries, from_cache(first_keys, queries.dtype), from_cache(first_values, queries.dtype), is_visible,
+            acc, row_max, weight_sum, scale, CAP, False,
+        )  # fmt: skip
     return acc, row_max, weight_sum
 
 

@@ -16,10 +16,11 @@ from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_runtime.device.prefill import RaggedAttention
 from dflash_runtime.device.shared_rows import SharedAttention
 from dflash_runtime.device.storage.kv import PagedAttention
+from dflash_runtime.models.layers import Attend
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedAttention:
+class JoinedAttention(Attend):
     """An `Attend` over blocks and prompts in one cache. One launch stores the KV of both.
 
     With `prompt_stream`, the attention of prompts runs in parallel with the attention of blocks.

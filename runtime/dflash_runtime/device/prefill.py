@@ -30,14 +30,14 @@ from dflash_runtime.device.storage.kv import KVCache
 from dflash_runtime.device.storage.recurrent import PromptRecall, RecurrentStates
 from dflash_runtime.device.storage.snapshot_pool import PromptKeeps
 from dflash_runtime.device.storage.state import DeviceState, Uploader, row_of, rows_of
-from dflash_runtime.models.layers import Recall
+from dflash_runtime.models.layers import Attend, Recall
 from dflash_runtime.scheduling.batch import Chunk
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.target_config import TargetConfig
 
 
 @dataclass(frozen=True, slots=True)
-class RaggedAttention:
+class RaggedAttention(Attend):
     """An `Attend` over the target's cache for one forward of flat rows. It stores their KV too."""
 
     kernels: Kernels

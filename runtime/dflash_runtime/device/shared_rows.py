@@ -19,6 +19,7 @@ from dflash_kernels.kv.rope_store import KVPlace
 from dflash_kernels.logits.sampling import Distribution
 from dflash_kernels.recurrent.delta_rule import Gates
 from dflash_runtime.device.storage.kv import PagedAttention
+from dflash_runtime.models.layers import Attend
 
 UNVERIFIED = -2
 """Stands for a draft token of a row that was not given, in results."""
@@ -52,7 +53,7 @@ class GivenRows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SharedAttention:
+class SharedAttention(Attend):
     """An `Attend` over the given rows of blocks."""
 
     blocks: PagedAttention

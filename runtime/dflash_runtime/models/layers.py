@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dflash_kernels.attention.row_attention import RowContext
 from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.fp8.fp8_weight import Fp8Weight, Rows, plain_rows
 from dflash_kernels.kv.rope_store import HALVES, KVPlace, Turn
@@ -32,7 +33,8 @@ class Attend(Protocol):
     """The attention of one forward. It owns the KV pages, and the states of recurrent layers.
 
     A model calls it with queries, keys and values, or takes two steps. First it asks for a layer's `place`, and stores
-    keys and values there in the launch that makes them. Then it calls `read`.
+    keys and values there in the launch that makes them. Then it calls `read`. If a layer has a `row` for each request,
+    one launch may do all of this.
     """
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
@@ -46,6 +48,10 @@ class Attend(Protocol):
     def read(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
         """Compute the same attention as a call, after the keys and values have been stored."""
         ...
+
+    def row(self, layer: int) -> RowContext | None:
+        """Return what `row_attention` needs, or None unless each request has one new row."""
+        return None
 
     def recall(self, layer: int, rows: Tensor, taps: Tensor, gates: Gates, out: Tensor | None = None) -> Tensor:
         """See `Recall`."""
@@ -230,7 +236,12 @@ class Attention:
 
     def __call__(self, layer: int, hidden: Rows, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """See `Mixer`: rows [T, H * D]."""
-        query, keys, values = self.project(hidden, cos, sin, attend.place(layer))
+        parts, row = self.qkv.parts(hidden), attend.row(layer)
+        if row is not None:
+            return self.kernels.row_attention(
+                parts, self.head_norms, self.eps, cos, sin, self.num_kv_heads, row, self.turn, self.softmax
+            ).flatten(-2)
+        query, keys, values = self.rotate(parts, cos, sin, attend.place(layer))
         return attend.read(layer, query, keys, values, self.softmax).flatten(-2)
 
     @property

@@ -306,7 +306,7 @@ def _greedy_text(model: Any, prompt: tuple[int, ...], num_tokens: int) -> tuple[
     return tuple(said[len(prompt) :])
 
 
-class WindowedAttention:
+class WindowedAttention(Attend):
     """An `Attend` without a cache, written out with each layer's window, cap and sinks."""
 
     def __init__(self, windows: tuple[int | None, ...]) -> None:

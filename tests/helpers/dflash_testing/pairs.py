@@ -268,7 +268,7 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-class DenseAttention:
+class DenseAttention(Attend):
     """A plain `Attend` over the rows alone, kept nowhere; one call of torch's attention.
 
     `memory` serves recurrent layers.

@@ -33,6 +33,7 @@ from dflash_runtime.device.joined_attention import JoinedAttention
 from dflash_runtime.device.prefill import RaggedAttention
 from dflash_runtime.device.storage.kv import KVCache
 from dflash_runtime.models.hosting.stream_capture import capture_stream, no_collection
+from dflash_runtime.models.layers import Attend
 from dflash_runtime.models.placement import as_current
 from dflash_runtime.models.target import Target
 from dflash_runtime.notices import Notice
@@ -202,7 +203,7 @@ class Buffers:
 
 
 @dataclass(slots=True)
-class CuttingAttention:
+class CuttingAttention(Attend):
     """An `Attend` without attention and states: `read` and `recall` end a piece and begin the next one.
 
     Without a recorder it records nothing, which is a rehearsal of the forward.

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_kernels.attention.attention_config import MOST_ROW_GROUPS
+from dflash_kernels.attention.row_attention import RowContext
 from dflash_kernels.attention.softmax import PLAIN, Softmax
 from dflash_kernels.drafts.draft_tree import TreeRows
 from dflash_kernels.kv.kv_format import UNSCALED, KVScales
@@ -36,6 +38,7 @@ class KVCache:
     layers         number of a layer -> views of its keys and values in its own shape, [P, page_size, KV, D]
     dtype          the dtype of the run: of rows before they are stored, and of attention
     scales         number of a layer -> scales of its pages in FP8, if they are not 1
+    arrivals       zeros in which `row_attention` counts its programs
 
     L counts the layers with KV.
     """
@@ -52,6 +55,7 @@ class KVCache:
         self.page_size = page_size
         self.dtype = placement.dtype
         self.scales = scales or {}
+        self.arrivals = torch.zeros(MOST_ROW_GROUPS, dtype=torch.int32, device=placement.device)
         self.pages = _zeros((num_pages, len(shapes), 2, page_size, width), placement)
         common = next(iter(shapes.values())) if len(set(shapes.values())) == 1 else (1, width)
         by_layer = self.pages.permute(2, 1, 0, 3, 4)
@@ -174,6 +178,13 @@ class PagedAttention:
     def place(self, layer: int) -> KVPlace | None:
         """See `models.layers.Attend`."""
         return None if self.slots is None else self.cache.place(layer, self.slots.flatten())
+
+    def row(self, layer: int) -> RowContext | None:
+        """See `models.layers.Attend`. Attention of a new row reads its key before it is rounded for pages in FP8."""
+        if self.slots is None or self.slots.shape[1] > 1 or self.tree is not None or self.cache.is_rounded:
+            return None
+        place = self.cache.place(layer, self.slots.flatten())
+        return RowContext(place, self.page_table, self.context_lens, self.windows[layer], self.cache.arrivals)
 
     def read(
         self,

@@ -213,7 +213,7 @@ def reach_of(config: TargetConfig) -> int:
     return max(2, min(config.max_position_embeddings, REACH))
 
 
-class OwnValues:
+class OwnValues(Attend):
     """An `Attend` in which each row attends only to itself, with a trace of its position."""
 
     def __call__(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax = PLAIN) -> Tensor:
