@@ -155,6 +155,19 @@ def test_few_prompts_are_tested_but_have_no_interval(files: Path) -> None:
     assert "[" not in run_main("compare", "old.json", "new.json").out.split("category")[0]
 
 
+def test_undecided_categories_with_small_p_are_explained(files: Path) -> None:
+    """Categories have few prompts. One line says why they are undecided if all prompts together are decided."""
+    write(files, "old.json", document("old", count=96))
+    heights = []
+    for name, gain in (("new", 0.4), ("same", 0.0)):
+        write(files, f"{name}.json", document(name, gain=gain, count=96))
+        found = json.loads(run_main("compare", "old.json", f"{name}.json", "--json").out)["comparisons"][0]
+        unsure = [line for line in found["categories"].values() if line["verdict"] == "undecided"]
+        assert (found["verdict"] == "higher", any(line["p_value"] < 0.05 for line in unsure)) == (gain > 0, gain > 0)
+        heights.append(len(run_main("compare", "old.json", f"{name}.json").out.split("category  ")[0].splitlines()))
+    assert heights[0] == heights[1] + 1
+
+
 def test_a_category_that_one_result_names_otherwise_is_the_first_ones(files: Path) -> None:
     renamed = document("renamed")
     for row in renamed["conversations"]:
