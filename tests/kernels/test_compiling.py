@@ -122,7 +122,7 @@ def calls():
         return Packed(numbers, scales, 2880, True, torch.zeros(tiles[0] + 1, dtype=torch.int32))
     packed = [packed_weight(32, rows // 32, 23, 32) for rows in (5760, 2880)]
     clamped, biases = Gate("clamped", alpha=1.702, limit=7.0), (normal(32, 5760), normal(32, 2880))
-    for rows in some(1, 2, 4, 8, 64, 300):
+    for rows in some(1, 2, 4, 8, 64, 200, 300):
         routed = torch.zeros(rows, 4, dtype=torch.int64), normal(rows, 4)
         kernels.experts(normal(rows, 2880), *packed, *routed, clamped, biases)
     for caches in some(*map(caches_of, (128, 256, 512))):
@@ -141,6 +141,7 @@ def calls():
 made = fp8_kv_calls if HAS_FP8_KV else calls
 makes_code = sys.argv[1] != "few"
 light = ("_gated_experts_kernel", "_down_experts_kernel", "_joint_experts_kernel")
+light += ("_gated_warpgroup_kernel", "_down_warpgroup_kernel")
 light += ("_row_product_kernel", "_gated_row_experts_kernel", "_down_row_experts_kernel")
 light += () if makes_code else ("_tree_attention_kernel",)
 every = not HAS_FP8_KV

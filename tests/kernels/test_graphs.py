@@ -15,7 +15,7 @@ from dflash_kernels.fp8.fp8_weight import FP8, Fp8Weight
 from dflash_kernels.kv.rope_store import KVPlace
 from dflash_kernels.kv.slot_mapping import PAD
 from dflash_kernels.mixtures.dense_beside import Dense
-from dflash_kernels.mixtures.mixture_config import JOINT_ROWS, MAX_EXPERT_ROWS
+from dflash_kernels.mixtures.mixture_config import JOINT_ROWS, MAX_EXPERT_ROWS, WARPGROUP_ROWS
 from dflash_kernels.mixtures.mxfp4 import Packed, arrange_numbers, arrange_scales
 from dflash_kernels.norms.sandwich_norm import Beside
 from dflash_kernels.products.activation import GELU, Gate
@@ -371,6 +371,7 @@ CALLS: dict[str, Call] = {
     "fp8_experts": chosen_fp8_experts,
     "packed experts": lambda k, at: packed_experts(k, at, R),
     "packed experts in one launch": lambda k, at: packed_experts(k, at, JOINT_ROWS[-1]),
+    "packed experts of warpgroups": lambda k, at: packed_experts(k, at, WARPGROUP_ROWS[-1]),
     "packed experts of many rows": lambda k, at: packed_experts(k, at, MAX_EXPERT_ROWS + 9),
     "rope_store with value norms": lambda k, at: (
         k.rope_store(at["qkv"], at["weights"][:1].expand(H + 2 * KV, D), 1e-6, at["cos"], at["sin"], KV, None),

@@ -36,6 +36,7 @@ from dflash_kernels.mixtures.mixture_config import (
 )
 from dflash_kernels.mixtures.mxfp4 import Packed, unpack
 from dflash_kernels.mixtures.row_experts import row_experts
+from dflash_kernels.mixtures.warpgroup_experts import has_warpgroup_rows, warpgroup_experts
 from dflash_kernels.products.activation import SILU, Gate, gate_options, gate_ref
 
 Weight = Tensor | Packed
@@ -147,7 +148,8 @@ def experts(
 ) -> Tensor:
     """Compute `experts_ref` with one part per chosen expert, in two launches, or one for packed weights and few rows.
 
-    Many rows of packed weights take two launches more, which sort routes, and of plain weights use the reference.
+    Dozens of rows of packed weights take one launch more, which arranges rows, and many rows two, which sort routes.
+    Many rows of plain weights use the reference.
     """
     is_packed = isinstance(down, Packed)
     if not _is_ours(hidden, gate_up, down):
@@ -172,6 +174,8 @@ def experts(
         return row_experts(hidden, gate_up, down, chosen, scores, gate)
     if isinstance(gate_up, Packed) and isinstance(down, Packed) and has_few_rows(hidden, gate_up, down):
         return few_packed_rows(hidden, gate_up, down, chosen, scores, gate, biases)
+    if isinstance(gate_up, Packed) and isinstance(down, Packed) and has_warpgroup_rows(hidden, gate_up, down):
+        return warpgroup_experts(hidden, gate_up, down, chosen, scores, gate, biases)
     shape_of = packed_experts_shape if is_packed else experts_shape
     shape = shape_of(num_rows, num_chosen, num_experts, hidden.element_size(), hidden.device)
     options = {

@@ -100,6 +100,13 @@ def few_packed_shape(num_rows: int) -> FewPackedShape:
     return next(shape for most, shape in FEW_PACKED if num_rows <= most)
 
 
+WARPGROUP_ROWS = range(33, 129)
+"""Numbers of rows for which tensor cores multiply packed experts while warps unpack (`warpgroup_experts.py`)."""
+
+WARPGROUP_TILE, WARPGROUP_STAGES = 24, 2
+"""Rows of a tile, a multiple of 8 up to 32, and stages of its loop. Four programs fit on a multiprocessor."""
+
+
 def packed_experts_shape(
     num_rows: int, num_chosen: int, num_experts: int, itemsize: int, device: torch.device
 ) -> ExpertsShape:

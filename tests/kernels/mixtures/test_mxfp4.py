@@ -17,34 +17,15 @@ from dflash_kernels.mixtures.mxfp4 import (
     UNPACK_FIRST,
     UNPACK_LAST,
     Packed,
-    arrange_numbers,
-    arrange_scales,
-    pack,
     unpack,
 )
 from dflash_kernels.products.activation import GELU, SILU, Gate, gate_ref
 from dflash_testing.assembly import bfloat16_of, run_assembly
+from dflash_testing.packed_experts import expected_parts, pack_stored, packed, stored
 from dflash_testing.tensors import DEVICE, assert_rows_close, normal
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
 CLAMPED = Gate("clamped", alpha=1.702, limit=0.5)
-
-
-def stored(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random blocks and scales of a weight [..., N, K], as files have them."""
-    generator = torch.Generator().manual_seed(seed)
-    *stack, width = shape
-    blocks = torch.randint(256, (*stack, width // 32, 16), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(122, 126, (*stack, width // 32), generator=generator, dtype=torch.uint8)
-    return blocks.to(DEVICE), scales.to(DEVICE)
-
-
-def packed(*shape: int, seed: int = 0) -> Packed:
-    return pack_stored(*stored(*shape, seed=seed))
-
-
-def pack_stored(blocks: Tensor, scales: Tensor) -> Packed:
-    return pack(arrange_numbers(blocks), arrange_scales(scales), 32 * scales.shape[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,15 +103,7 @@ def test_packed_experts_equal_unpacked_ones(num_rows: int, num_experts: int, num
     chosen = torch.stack(rows).to(DEVICE)
     scores = normal(num_rows, num_chosen, dtype=DTYPE, seed=5).abs()
     found = experts(hidden, gate_up, down, chosen, scores, gate, biases)
-    assert len(found) == num_chosen
-    wanted = torch.empty_like(found)
-    first, second = (unpack(weight, torch.float64) for weight in (gate_up, down))
-    for place in range(num_chosen):
-        ids = chosen[:, place]
-        both = torch.einsum("tk,tnk->tn", hidden.double(), first[ids]) + biases[0][ids].double()
-        inner = gate_ref(both.to(DTYPE), gate).double()
-        output = torch.einsum("tk,tnk->tn", inner, second[ids]) + biases[1][ids].double()
-        wanted[place] = (output.to(DTYPE).double() * scores[:, place, None].double()).to(DTYPE)
+    wanted = expected_parts(hidden, gate_up, down, chosen, scores, gate, biases)
     assert_rows_close(found, wanted.double(), DTYPE)
     reference = experts_ref(hidden, gate_up, down, chosen, scores, gate, biases)
     assert_rows_close(reference.double().sum(0).to(DTYPE), wanted.double().sum(0), DTYPE)

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from dflash_kernels.mixtures.mxfp4 import Packed, arrange_numbers, arrange_scales, pack, unpack
 from dflash_kernels.mixtures.warp_products import warp_products
-from dflash_testing.warp_assembly import Memory, run_warps
+from dflash_testing.async_assembly import Memory
+from dflash_testing.warp_assembly import run_warps
 
 FIRST = 1 << 12
 
