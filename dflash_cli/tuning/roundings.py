@@ -8,12 +8,14 @@ Axis letters: T rows, KV heads of keys and values, D head dim, S slots, L layers
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_cli.tuning.what_if import KV_FORMATS, WEIGHT_FORMATS
+from dflash_kernels.attention.row_attention import attend_in_turn
 from dflash_kernels.kv.rope_store import HALVES, KVPlace, Turn
 from dflash_kernels.suite import Kernels
 from dflash_runtime.models.weights import Weights
@@ -116,4 +118,7 @@ def round_kv(kernels: Kernels, name: str) -> Kernels:
             pages, offsets = written // cache.shape[2], written % cache.shape[2]
             cache[:, pages, offsets] = rounding(cache[:, pages, offsets])
 
-    return replace(kernels, kv_store=kv_store, rope_store=rope_store, context_kv_store=context_kv_store)
+    return replace(
+        kernels, kv_store=kv_store, rope_store=rope_store, context_kv_store=context_kv_store,
+        row_attention=partial(attend_in_turn, rope_store, kernels.block_attention),
+    )  # fmt: skip

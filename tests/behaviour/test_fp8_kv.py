@@ -6,7 +6,7 @@ Float64 runs compare forwards of different shapes.
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from dflash_cli.checkpoints.references import TINY
 from dflash_cli.generation.loaded_pair import open_session
 from dflash_cli.tuning.rounded_pairs import rounded
 from dflash_cli.tuning.what_if import parse_what_ifs
+from dflash_kernels.attention.row_attention import attend_in_turn
 from dflash_kernels.fp8.fp8_weight import FP8
 from dflash_kernels.kv.kv_format import UNSCALED, KVScales
 from dflash_kernels.kv.kv_store import kv_store_ref
@@ -102,7 +103,10 @@ def rounding_kernels(kernels: Kernels, scales: Mapping[int, KVScales], num_layer
         for side in (key_cache, value_cache):
             side[:, *where] = to_fp8(side[:, *where], 1.0)
 
-    return replace(kernels, kv_store=kv_store, rope_store=rope_store, context_kv_store=context_kv_store)
+    return replace(
+        kernels, kv_store=kv_store, rope_store=rope_store, context_kv_store=context_kv_store,
+        row_attention=partial(attend_in_turn, rope_store, kernels.block_attention),
+    )  # fmt: skip
 
 
 def rounded_llm(llm: LLM, scales: Mapping[int, KVScales]) -> LLM:

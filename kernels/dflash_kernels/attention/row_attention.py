@@ -69,12 +69,12 @@ def row_attention_ref(
     The arguments but `context` are as in `rope_store_ref`, with R rows, and as in `block_attention_ref`.
     Returns [R, H, D].
     """
-    return _in_turn(
+    return attend_in_turn(
         rope_store_ref, block_attention_ref, parts, head_norms, eps, cos, sin, num_kv, context, turn, softmax
     )
 
 
-def _in_turn(
+def attend_in_turn(
     store: Callable[..., Tensor],
     attend: Callable[..., Tensor],
     parts: Tensor,
@@ -84,8 +84,8 @@ def _in_turn(
     sin: Tensor,
     num_kv: int,
     context: RowContext,
-    turn: Turn,
-    softmax: Softmax,
+    turn: Turn = HALVES,
+    softmax: Softmax = PLAIN,
 ) -> Tensor:
     """Compute `row_attention_ref` by a function that stores keys and values, and one that attends."""
     place = context.place
@@ -315,7 +315,7 @@ def row_attention(
     num_heads = _query_heads(parts, head_norms, cos, num_kv)
     shape = _shape_of(parts, cos, num_heads, num_kv, context, turn)
     if shape is None:
-        return _in_turn(
+        return attend_in_turn(
             rope_store, block_attention, parts, head_norms, eps, cos, sin, num_kv, context, turn, softmax
         )  # fmt: skip
     place, page_table, context_lens, window, arrivals = context
