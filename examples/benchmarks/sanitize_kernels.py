@@ -1,4 +1,4 @@
-"""Launch every kernel once with compute-sanitizer, at sizes that do not divide its tiles.
+"""Launch the kernels of a pair with attention once with compute-sanitizer, at sizes that do not divide their tiles.
 
     compute-sanitizer --tool memcheck python3 examples/benchmarks/sanitize_kernels.py
     compute-sanitizer --tool racecheck python3 examples/benchmarks/sanitize_kernels.py
@@ -97,7 +97,7 @@ def main() -> None:
     sampled = target.token_ids.view(REQUESTS, ROWS)
     kernels.reject(ids[:, :-1], sampled, target.distribution, draft.distribution, places, lens, lens, most)
     torch.cuda.synchronize()
-    print("every kernel was launched")
+    print("all kernels were launched")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ tile of 128 columns has four parts, each with one scale per row. There are regis
 multiplied while the other is unpacked. Triton would wait for each product.
 
 A thread copies the numbers that it will unpack to its own place in shared memory, some tiles ahead, so it waits for no
-other warp. One warp copies the hidden states of a tile (`arranged_rows.py`) for all, in two pieces. Two barriers per
-stage say that they are there, and that all warps have multiplied them.
+other warp. One warp copies the hidden states of a tile (`arranged_rows.py`) for all, in two pieces. Of two barriers per
+stage, the first says that they are there, and the second that all warps have multiplied them.
 
 A thread is lane 4 g + t of warp w. In each half it holds the rows 16 w + g and 16 w + g + 8, and the columns
 16 j + 4 t + (0, 1, 2, 3) of each tile, as in `warp_products.py`. The j-th of eight products sums these columns.
@@ -54,8 +54,9 @@ def warpgroup_products(rows: int, depth: int, stages: int, writers: int) -> str:
     in the table of tiles. Sum c of a half belongs to its row 16 w + g + 8 (c % 4 / 2) and to row
     8 (c / 4) + 2 t + c % 2 of the tile. Sums of a tile without rows are zeros.
 
-    Weights are loaded before the wait for hidden states. With `writers` = 0 the launch before is awaited. Otherwise it
-    may still run, and the program waits until so many programs have counted themselves in the entry.
+    Weights are loaded before the wait for hidden states. With `writers` = 0 the program waits for the launch before.
+    Otherwise that launch may still run, and the program waits until `writers` programs of it have counted themselves in
+    the entry.
     """
     return "\n".join(_program(rows, depth, stages, writers))
 
@@ -99,14 +100,14 @@ def _weights_at(rows: int, stages: int) -> int:
 
 @constexpr_function
 def _full_at(stage: int, rows: int, stages: int) -> int:
-    """Return the place of the barrier that says that the hidden states of a stage are there."""
+    """Return the place of a stage's first barrier: its hidden states are there."""
     first: int = _weights_at(rows, stages) + stages * WEIGHT_BYTES
     return first + 8 * stage
 
 
 @constexpr_function
 def _empty_at(stage: int, rows: int, stages: int) -> int:
-    """Return the place of the barrier that says that all warps have multiplied the hidden states of a stage."""
+    """Return the place of a stage's second barrier: all warps have multiplied its hidden states."""
     place: int = _full_at(stages + stage, rows, stages)
     return place
 
@@ -235,7 +236,7 @@ def _wait(label: str, at: int) -> Iterator[str]:
 
 @constexpr_function
 def _next_hidden(released: int, stage: int, rows: int, depth: int, stages: int) -> Iterator[str]:
-    """Let one warp load the rows of a later tile, after all warps have multiplied those of the tile before."""
+    """Let one warp load the rows of a later tile, after all warps have multiplied the rows of the tile before."""
     num_loaded = max(-(-depth // TILE) - stages + 1, 0)
     yield f"setp.lt.u32 on, tile, {num_loaded};  setp.eq.and.u32 on, warp, {stage % WARPS}, on;"
     yield f"@!on bra.uni rows{stage};"
