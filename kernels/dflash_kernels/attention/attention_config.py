@@ -135,7 +135,7 @@ def balanced_shape(
     )  # fmt: skip
 
 
-MOST_ROW_GROUPS = 32
+MOST_ROW_GROUPS = 16
 """Most KV heads of all requests for which one launch computes attention of one row (`row_attention.py`).
 
 With 64, three launches take as long (docs/measurements/attention.md).
