@@ -73,7 +73,7 @@ def how(comparison: Comparison, tolerance: float | None, num_results: int) -> li
         lines.append(f"{total.change} on these prompts; a kind of prompt that they lack may outweigh it")
     elif any(line.change is not None and line.verdict == "undecided" for line in comparison.categories):
         level = 1 - total.estimate.confidence
-        lines.append(f"undecided with p below {level:.2g}: a kind of prompt that they lack may outweigh it")
+        lines.append(f"undecided at p < {level:.2g}: a kind of prompt that a category lacks may outweigh it")
     corrected = ["results"] * (num_results > 2) + ["categories"] * bool(comparison.categories)
     if corrected:
         lines.append(f"p is corrected for the number of {' and '.join(corrected)} (Holm)")
