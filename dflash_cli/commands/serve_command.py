@@ -7,7 +7,13 @@ from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
 from dflash_cli.commands.inspect import tell_traffic
 from dflash_cli.engines.pair_serving import ServeCommandDocument, ServedEngine, judge_pair
-from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine, known_engines, parse_engines
+from dflash_cli.engines.serving_engine import (
+    ServeCommand,
+    ServingEngine,
+    check_tensor_parallel,
+    known_engines,
+    parse_engines,
+)
 from dflash_cli.rules.report import Report
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, ServedOptions, TargetOptions
@@ -36,6 +42,7 @@ class ServeCommandRequest(ServedOptions, TargetOptions, DraftOptions):
         super().check()
         if not self.engine:
             raise UsageError(field="--engine", found=[], expected=f"an engine: {known_engines()}")
+        check_tensor_parallel(parse_engines(",".join(self.engine)), self.tensor_parallel)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -69,7 +76,7 @@ def serve_command(request: ServeCommandRequest) -> ServeCommands:
     pair = complete_pair(request.draft, request.target, find=find_checkpoint)
     if pair.note is not None:
         console.note(pair.note)
-    judged = judge_pair(pair, engines, request.num_speculative_tokens)
+    judged = judge_pair(pair, engines, request.num_speculative_tokens, request.tensor_parallel)
     first = judged.first_refusal
     if first is not None and None not in judged.refusals.values():
         raise first

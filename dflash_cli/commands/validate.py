@@ -15,7 +15,7 @@ from dflash_cli.checkpoints.references import Location, find_checkpoint, is_bund
 from dflash_cli.commands.inspect import tell_traffic
 from dflash_cli.commands.lock import check_lock
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
-from dflash_cli.engines.serving_engine import known_engines, parse_engines
+from dflash_cli.engines.serving_engine import check_tensor_parallel, known_engines, parse_engines
 from dflash_cli.rules.findings_files import FindingsFile
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, Level, ignored_ids
@@ -87,7 +87,7 @@ class ValidationRequest(
         super().check()
         if self.level != "run":
             refuse_beside(self, OF_RUNS, f"--level {self.level}: only --level run generates")
-        parse_engines(",".join(self.engine))
+        check_tensor_parallel(parse_engines(",".join(self.engine)), self.tensor_parallel)
 
 
 @verb(ValidationRequest)
@@ -148,6 +148,7 @@ def _validate(request: ValidationRequest) -> "tuple[ValidationPlan, Report, Pair
         level="headers" if request.level == "headers" else "weights",
         ignored=ignored_ids(request.ignore),
         num_speculative_tokens=request.num_speculative_tokens,
+        tensor_parallel=request.tensor_parallel,
     )
     report = validate_draft(plan) if request.level != "run" else _run(request, plan)
     tell_traffic(location, target_location)

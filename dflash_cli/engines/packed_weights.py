@@ -192,8 +192,8 @@ def misread_blocks(
 ) -> tuple[str, ...]:  # fmt: skip
     """Return the packed weights with rows that get the scales of another matrix: a block of rows lies in both.
 
-    Engines fuse q, k and v, and gate and up. So every matrix except the last needs whole blocks of rows. With several
-    GPUs, the part of each GPU needs them too. No verdict covers this.
+    Engines fuse q, k and v, and gate and up. So every matrix except the last needs whole blocks of rows. S52 judges
+    the parts of several GPUs.
     Source: validate_fp8_block_shape in vLLM 0.33.0 and SGLang 0.5.23 layers/quantization.
 
     sizes             module -> rows and columns of its matrix

@@ -89,6 +89,7 @@ class JudgedPair:
             settings=kind.serve_settings if kind is not None else {},
             target_layer_ids=config.target_layer_ids if config is not None else (),
             mask_token_id=config.mask_token_id if config is not None else None,
+            tensor_parallel=subject.plan.tensor_parallel,
         )
 
     def _most_draft_tokens(self) -> int:
@@ -142,9 +143,12 @@ class JudgedPair:
 
 
 def judge_pair(
-    pair: PairReferences[Location], engines: Sequence[ServingEngine], num_speculative_tokens: int | None
+    pair: PairReferences[Location],
+    engines: Sequence[ServingEngine],
+    num_speculative_tokens: int | None,
+    tensor_parallel: int = 1,
 ) -> JudgedPair:
-    """Validate a complete pair for some engines, from its headers.
+    """Validate a complete pair for some engines on `tensor_parallel` GPUs, from its headers.
 
     Raises:
         CheckpointNotFound, CheckpointError, UnsupportedError, UsageError: the pair cannot be opened.
@@ -160,6 +164,7 @@ def judge_pair(
         target_reference=pair.target,
         engines=tuple(engines),
         num_speculative_tokens=num_speculative_tokens,
+        tensor_parallel=tensor_parallel,
     )
     subject = open_subject(plan)
     report = validate_subject(subject)

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal
 
 from dflash_cli.engines.config_class import EngineStops
 from dflash_cli.engines.engine_reading import EngineReading
+from dflash_cli.engines.split_model import SplitModel
+from dflash_cli.engines.splitting import Misfit
 from dflash_cli.formats.dialect import COMMON, SERVERS, Format, named_architectures
 from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.draft_kinds.kind_reading import KindReading
@@ -61,7 +63,7 @@ class ServedPair:
     `schedule` lists (smallest batch, largest batch, K) if different batch sizes need different K. An engine without
     such a setting uses `num_draft_tokens`. `is_chain` says that the draft proposes one token after another. `settings`
     are vLLM's settings of speculative decoding beside method, model and number of tokens. `target_layer_ids` and
-    `mask_token_id` come from a config that dflash reads.
+    `mask_token_id` come from a config that dflash reads. `tensor_parallel` is the number of GPUs.
     """
 
     draft: str
@@ -77,6 +79,7 @@ class ServedPair:
     settings: Mapping[str, Any] = field(default_factory=dict)
     target_layer_ids: tuple[int, ...] = ()
     mask_token_id: int | None = None
+    tensor_parallel: int = 1
 
     @property
     def context_limit(self) -> int | None:
@@ -100,6 +103,7 @@ class ServingEngine:
     finds_by_architecture  finds the model class by a name in `architectures`
     takes_other_widths     serves a draft with another hidden_size than its target
     has_dialect_rule       a rule in the engine's file reports unreadable dialects
+    splits_models          `split_misfits` judges tensor parallelism
     models                 architecture of a draft of another kind or family -> the first release with a model for it
     read_families          the draft families whose native configs `read_values` judges
     """
@@ -116,6 +120,7 @@ class ServingEngine:
     finds_by_architecture: ClassVar[bool] = False
     takes_other_widths: ClassVar[bool] = True
     has_dialect_rule: ClassVar[bool] = False
+    splits_models: ClassVar[bool] = False
     models: ClassVar[Mapping[str, Release]] = {}
     read_families: ClassVar[frozenset[str]] = frozenset({Format.family})
 
@@ -229,6 +234,10 @@ class ServingEngine:
     def served_layout(self, subject: Subject) -> bool | None:
         """Whether it serves blocks anchor-first; None if it is not known, or if the family has one layout."""
         return None
+
+    def split_misfits(self, model: SplitModel, num_gpus: int) -> Iterator[Misfit]:
+        """The sizes of a draft or a target that the GPUs of tensor parallelism do not divide as the engine needs it."""
+        return iter(())
 
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """The command that starts the engine with a pair."""
@@ -363,6 +372,23 @@ def parse_engines(text: str | None) -> tuple[ServingEngine, ...]:
     if twice is not None:
         raise _refused("engine-twice", twice, f"{twice} is given twice; name one release of each engine")
     return engines
+
+
+def check_tensor_parallel(engines: Sequence[ServingEngine], num_gpus: int) -> None:
+    """Refuse several GPUs for an engine whose tensor parallelism dflash does not judge.
+
+    Raises:
+        UsageError: names the engine.
+    """
+    other = next((engine for engine in engines if num_gpus > 1 and not engine.splits_models), None)
+    if other is not None:
+        judged = [engine.name for engine in all_engines() if engine.splits_models]
+        raise UsageError(
+            f"--tensor-parallel {num_gpus}: dflash does not judge tensor parallelism of {other.name}, only of "
+            f"{' and '.join(judged)}",
+            id="tensor-parallel-not-judged", field="--tensor-parallel", found=num_gpus,
+            hint=f"add --tensor-parallel 1, or leave out {other.name}",
+        )  # fmt: skip
 
 
 def known_engines() -> str:

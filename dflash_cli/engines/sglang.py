@@ -21,6 +21,9 @@ from dflash_cli.engines.serving_engine import (
 )
 from dflash_cli.engines.several_engines import FIX_VLLM, unknown_dialect
 from dflash_cli.engines.sglang_reading import NO_LAST_LAYER, read_native
+from dflash_cli.engines.sglang_splitting import sglang_misfits
+from dflash_cli.engines.split_model import SplitModel
+from dflash_cli.engines.splitting import Misfit
 from dflash_cli.formats.dialect import FORMATS, Format, named_architectures, refuse_scales
 from dflash_cli.formats.draft_kinds.kind import Kind
 from dflash_cli.formats.engine_native import EngineNative
@@ -73,6 +76,7 @@ class SglangEngine(ServingEngine):
     dialect: ClassVar[str] = NAME
     strictness: ClassVar[int] = 2
     finds_by_architecture: ClassVar[bool] = True
+    splits_models: ClassVar[bool] = True
     takes_other_widths: ClassVar[bool] = False
     models: ClassVar[Mapping[str, Release]] = dict.fromkeys(
         (
@@ -114,6 +118,10 @@ class SglangEngine(ServingEngine):
         """The layout of DSpark, which it reads at the top level only."""
         return bool(subject.config.get("sample_from_anchor", True)) if subject.format.samples_from_anchor else None
 
+    def split_misfits(self, model: SplitModel, num_gpus: int) -> Iterator[Misfit]:
+        """Without DP attention."""
+        return sglang_misfits(model, num_gpus)
+
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """The command of the server. --speculative-num-draft-tokens counts the anchor beside the draft tokens.
 
@@ -135,6 +143,7 @@ class SglangEngine(ServingEngine):
             "--speculative-eagle-topk": pair.is_chain and 1,
             "--speculative-num-draft-tokens": counts_tokens and pair.num_draft_tokens + 1,
             "--speculative-dspark-block-size": pair.method == "dspark" and pair.num_draft_tokens,
+            "--tp-size": pair.tensor_parallel > 1 and pair.tensor_parallel,
             "--context-length": pair.context_limit,
             "--dtype": BFLOAT16 in pair.flags and "bfloat16",
             "--speculative-draft-model-quantization": PLAIN_DRAFT in pair.flags and "unquant",

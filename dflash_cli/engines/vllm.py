@@ -23,6 +23,8 @@ from dflash_cli.engines.serving_engine import (
     stated_once,
     words_of,
 )
+from dflash_cli.engines.split_model import SplitModel
+from dflash_cli.engines.splitting import Misfit
 from dflash_cli.engines.vllm_reading import (
     READS_IS_CAUSAL,
     READS_KINDS,
@@ -31,6 +33,7 @@ from dflash_cli.engines.vllm_reading import (
     read_native,
 )
 from dflash_cli.engines.vllm_speculators_reading import read_speculators
+from dflash_cli.engines.vllm_splitting import vllm_misfits
 from dflash_cli.formats.decoder_body import LAYER_KINDS
 from dflash_cli.formats.dialect import FORMATS, Format, Json, named_architectures, refuse_scales
 from dflash_cli.formats.draft_kinds.kind import Kind
@@ -84,6 +87,7 @@ class VllmEngine(ServingEngine):
     serves_as_is: ClassVar[frozenset[str]] = frozenset({"speculators"})
     strictness: ClassVar[int] = 0
     finds_by_architecture: ClassVar[bool] = True
+    splits_models: ClassVar[bool] = True
     habits: ClassVar[Mapping[Habit, Outcome]] = {
         "model-prefix": "stops",
         "extra-tensors": "stops",
@@ -173,6 +177,10 @@ class VllmEngine(ServingEngine):
             return is_native and not subject.config.get("dspark_bonus_anchor", False)
         return bool(subject.config.get("sample_from_anchor", isinstance(subject.format, Native)))
 
+    def split_misfits(self, model: SplitModel, num_gpus: int) -> Iterator[Misfit]:
+        """Releases differ only in FP8 blocks of experts."""
+        return vllm_misfits(model, num_gpus, self.release)
+
     def serve_command(self, pair: ServedPair) -> ServeCommand:
         """`vllm serve`, in which num_speculative_tokens is block_size - 1 or the largest K of the schedule."""
         model, _, revision = pair.draft.partition("@")
@@ -190,6 +198,7 @@ class VllmEngine(ServingEngine):
             "--revision": target_revision,
             "--max-model-len": pair.context_limit,
             "--dtype": BFLOAT16 in pair.flags and "bfloat16",
+            "--tensor-parallel-size": pair.tensor_parallel > 1 and pair.tensor_parallel,
             "--kv-cache-dtype": PLAIN_KV_CACHE in pair.flags and "bfloat16",
         }
         words = ["vllm", "serve", target, *words_of(options)]

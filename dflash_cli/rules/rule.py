@@ -90,6 +90,7 @@ class Traits:
     serve_flag          a need that the serve command must meet; each engine knows the option
     fact                the fact about a tensor that the rule states
     follows_from        facts from which its own fact follows. `diagnose` then names the other rule, not this one.
+    is_about_start      the rule judges how an engine is started, such as on how many GPUs, with a config that it reads
     is_about_training   the rule doubts how the draft was trained, so a copy with another config repairs nothing
     """
 
@@ -98,6 +99,7 @@ class Traits:
     stops_runtime: Annotated[bool, HIDDEN] = False
     serve_flag: Annotated[str | None, HIDDEN] = None
     is_about_training: Annotated[bool, HIDDEN] = False
+    is_about_start: Annotated[bool, HIDDEN] = False
     fact: Annotated[Fact | None, HIDDEN] = None
     follows_from: Annotated[tuple[Fact, ...], HIDDEN] = ()
 

@@ -80,7 +80,7 @@ class NamedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationPlan:
-    """A draft to check, with a target and engines. References are the words that the user typed."""
+    """A draft to check, with a target, and engines on `tensor_parallel` GPUs. References are the words of the user."""
 
     draft: "Location"
     draft_reference: str | None = None
@@ -90,6 +90,7 @@ class ValidationPlan:
     level: Literal["headers", "weights", "run"] = "headers"
     ignored: Collection[str] = ()
     num_speculative_tokens: int | None = None
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

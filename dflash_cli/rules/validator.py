@@ -82,7 +82,10 @@ def _drop_explained(findings: Sequence[Finding]) -> list[Finding]:
     errors = [
         item
         for item in findings
-        if item.severity == "error" and item.location.startswith(CONFIG_FILE) and item.stage != "unexplained"
+        if item.severity == "error"
+        and item.location.startswith(CONFIG_FILE)
+        and item.stage != "unexplained"
+        and not item.is_about_start
     ]
     return [item for item in findings if item.stage != "unexplained" or not any(_explains(by, item) for by in errors)]
 

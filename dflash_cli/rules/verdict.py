@@ -90,7 +90,11 @@ def _judge(subject: Subject, findings: Sequence[Finding], engine: NamedEngine) -
     if identity:
         return Verdict(engine=str(engine), name=engine.name, outcome="unknown", reasons=identity)
     if engine.loads_config(subject):  # the engine's own code decides, not the rules on all engines
-        about = [item for item in about if item.outcome != "stops" or not item.location.startswith(CONFIG_FILE)]
+        about = [
+            item
+            for item in about
+            if item.outcome != "stops" or item.is_about_start or not item.location.startswith(CONFIG_FILE)
+        ]
     outcome, reasons = _worst(about)
     return Verdict(
         engine=str(engine),

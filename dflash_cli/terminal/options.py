@@ -418,6 +418,10 @@ class ServedOptions(Request):
             help="Draft tokens per step that engines are told to use. Default: the draft's block size minus one.",
         ),
     ] = None  # fmt: skip
+    tensor_parallel: Annotated[
+        int,
+        Option(min=1, group=ENGINE, help="Judge engines that split draft and target over N GPUs."),
+    ] = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import overload
 import torch
 
 from dflash_runtime.checkpoint.pair import DraftLike, TargetSource
+from dflash_runtime.checkpoint.targets.rank_sizes import OPTION
 from dflash_runtime.checkpoint.text.tokenizer import Tokenizer
 from dflash_runtime.device.setup.loading import LoadedPair, load_pair
 from dflash_runtime.device.setup.pair_fingerprint import fingerprint
@@ -25,7 +26,6 @@ from dflash_runtime.engine_setup import EngineSetup
 from dflash_runtime.errors import DFlashError, UnsupportedError, UsageError
 from dflash_runtime.kv_transfer.fingerprint import Fingerprint
 from dflash_runtime.lossless import Lossless, check_lossless
-from dflash_runtime.models.rank_sizes import OPTION
 from dflash_runtime.notices import Notice
 from dflash_runtime.prompts import Prompt, PromptReader, listed, params_of
 from dflash_runtime.rank_messages import Message, RankRequest, Regrets, Run, Text, WarmUp

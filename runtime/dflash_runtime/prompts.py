@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from dflash_runtime.checkpoint.targets.rank_sizes import OPTION
 from dflash_runtime.device.setup.loading import LoadedPair
 from dflash_runtime.engine import Engine
 from dflash_runtime.errors import DFlashError, RequestError, UnsupportedError, UsageError
-from dflash_runtime.models.rank_sizes import OPTION
 from dflash_runtime.scheduling.request import Request
 from dflash_runtime.scheduling.request_output import RequestOutput
 from dflash_runtime.scheduling.sampling_params import SamplingParams, check_ids

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 
 from dflash_cli.checkpoints.opening import lacks_embedding_scale
-from dflash_cli.rules.rule import BFLOAT16, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, check
+from dflash_cli.rules.rule import BFLOAT16, FIX_OTHER_TARGET, FIX_RUN_LEVEL, Problem, Severity, check
 from dflash_cli.rules.subject import CONFIG_FILE, Subject
 from dflash_cli.rules.themes.target_identity import TOKENIZER_CONFIG, read_json, special_tokens
 from dflash_runtime.checkpoint.pair import TargetExpectations, find_misfits
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.targets.rank_sizes import split_refusal
 from dflash_runtime.checkpoint.targets.rope_fields import read_rope
 from dflash_runtime.checkpoint.targets.runs_here import how_it_runs
 from dflash_runtime.checkpoint.targets.target_facts import decoder_config
@@ -264,6 +265,29 @@ def target_can_be_run_here(subject: Subject) -> Iterator[Problem]:
         effect = f"acceptance is measured as usual, but {slowness}"
         fix = "dflash eval-acceptance {draft} --target {target} # then measure speed in the engine"
         yield Problem(location, f"runs {answer.words}{why}", effect=effect, fix=fix)
+
+
+@check(
+    "P18",
+    "info",
+    effect="generate and eval-acceptance refuse --tensor-parallel with this target",
+    fix="dflash generate {draft} --target {target} # on one GPU",
+    source="dflash_runtime/checkpoint/targets/rank_sizes.py",
+)
+def gpus_divide_the_target(subject: Subject) -> Iterator[Problem]:
+    """The GPUs of --tensor-parallel divide a target that dflash runs with its own code.
+
+    It is an error if no engine is named. dflash splits the target only, and each GPU has the whole draft.
+    """
+    source, size = subject.target_source, subject.plan.tensor_parallel
+    if source is None or size == 1:
+        return
+    refusal = split_refusal(source, size)
+    if refusal is not None:
+        key = "model_type" if refusal.field == "tensor_parallel_size" else refusal.field
+        severity: Severity = "info" if subject.plan.engines else "error"
+        message = f"dflash refuses {size} GPUs: {refusal.message}"
+        yield Problem(f"target {CONFIG_FILE}:{key}", message, severity=severity, outcome="serves")
 
 
 def _misfits(subject: Subject, field: str, location: str) -> Iterator[Problem]:

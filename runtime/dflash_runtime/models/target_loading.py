@@ -13,6 +13,7 @@ from dflash_runtime.checkpoint.quantised.fp8_format import read_fp8_format
 from dflash_runtime.checkpoint.quantised.target_quantization import read_quantization
 from dflash_runtime.checkpoint.stored.non_finite import naming_tensor
 from dflash_runtime.checkpoint.targets.hosted_config import open_decoder, read_hosted_config, read_own_cache_config
+from dflash_runtime.checkpoint.targets.rank_sizes import OPTION
 from dflash_runtime.checkpoint.targets.runs_here import TargetRuntime, how_it_runs
 from dflash_runtime.errors import InvalidConfig, UnsupportedError, naming_file
 from dflash_runtime.models.expert_shapes import with_fused_experts
@@ -20,7 +21,6 @@ from dflash_runtime.models.hosting.hosted import load_hosted
 from dflash_runtime.models.hosting.hosted_quantization import quantised_bytes
 from dflash_runtime.models.hosting.own_cache_trial import load_own_cache
 from dflash_runtime.models.placement import Placement
-from dflash_runtime.models.rank_sizes import OPTION
 from dflash_runtime.models.target import EMBEDDING, Target, family_config, target_families, target_shapes
 from dflash_runtime.models.target_shares import Cut, cut_info, cut_tensors, share_config
 from dflash_runtime.models.text_part import text_tensors

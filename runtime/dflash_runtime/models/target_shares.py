@@ -20,8 +20,8 @@ from dflash_kernels.mixtures.mxfp4_block import BLOCK
 from dflash_runtime.checkpoint.layout import Shapes
 from dflash_runtime.checkpoint.quantised.fp8_format import Fp8Format
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
+from dflash_runtime.checkpoint.targets.rank_sizes import MXFP4, OPTION, check_sizes
 from dflash_runtime.errors import UnsupportedError
-from dflash_runtime.models.rank_sizes import MXFP4, OPTION, check_sizes
 from dflash_runtime.ranks.rank_group import Ranks
 from dflash_runtime.target_config import TargetConfig
 

@@ -28,7 +28,7 @@ def _float(rows: int, columns: int, scale: str, size: Callable[[int, int], tuple
     return {"weight": ("F8_E4M3", (rows, columns)), scale: ("F32", size(rows, columns)), **more}
 
 
-def _groups(kind: str, bits: int, strategy: str, *, dynamic: bool | None = None, **more: Any) -> dict[str, Any]:
+def groups_of(kind: str, bits: int, strategy: str, *, dynamic: bool | None = None, **more: Any) -> dict[str, Any]:
     """The settings of compressed-tensors for every linear layer."""
     weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False, **more}
     inputs = {"num_bits": bits, "type": kind, "strategy": "token" if dynamic else "tensor", "symmetric": True,
@@ -135,7 +135,7 @@ def _in_blocks() -> Iterator[tuple[str, Packing]]:
         size = partial(_scales_of_blocks, rows)
         inputs = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "symmetric": True,
                   "dynamic": True}  # fmt: skip
-        groups = _groups("float", 8, "block", block_structure=[rows, BLOCK])
+        groups = groups_of("float", 8, "block", block_structure=[rows, BLOCK])
         groups["config_groups"]["group_0"]["input_activations"] = inputs
         yield f"fp8 block of {rows} rows", Packing(
             settings={**FP8, "weight_block_size": [rows, BLOCK]},
@@ -166,22 +166,22 @@ PACKINGS: Mapping[str, Packing] = {
         ignored="modules_to_not_convert",
     ),
     "float-quantized": Packing(
-        settings={**_groups("float", 8, "channel", dynamic=True), "format": "float-quantized"}, parts=BY_ROW
+        settings={**groups_of("float", 8, "channel", dynamic=True), "format": "float-quantized"}, parts=BY_ROW
     ),
     "float-quantized tensor": Packing(
-        settings={**_groups("float", 8, "tensor", dynamic=False), "format": "float-quantized"},
+        settings={**groups_of("float", 8, "tensor", dynamic=False), "format": "float-quantized"},
         parts=partial(_float, scale="weight_scale", size=lambda r, c: (1,), more={"input_scale": ("F32", (1,))}),
     ),
     "int-quantized": Packing(
-        settings={**_groups("int", 8, "channel", dynamic=True), "format": "int-quantized"},
+        settings={**groups_of("int", 8, "channel", dynamic=True), "format": "int-quantized"},
         parts=lambda r, c: {"weight": ("I8", (r, c)), "weight_scale": ("BF16", (r, 1))},
     ),
     "pack-quantized": Packing(
-        settings={**_groups("int", 4, "group", group_size=GROUP), "format": "pack-quantized"}, parts=_pack
+        settings={**groups_of("int", 4, "group", group_size=GROUP), "format": "pack-quantized"}, parts=_pack
     ),
     "nvfp4-pack-quantized": Packing(
         settings={
-            **_groups("float", 4, "tensor_group"), "format": "nvfp4-pack-quantized",
+            **groups_of("float", 4, "tensor_group"), "format": "nvfp4-pack-quantized",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": NVFP4, "input_activations": {
                 **NVFP4, "dynamic": "local"}}},
         },

@@ -7,12 +7,12 @@ from shlex import quote
 
 from dflash_runtime.checkpoint.draft_tensors import owned_tensors
 from dflash_runtime.checkpoint.pair import COPY_TARGET, DraftLike, TargetSource
+from dflash_runtime.checkpoint.targets.rank_sizes import refuse_split
 from dflash_runtime.checkpoint.targets.runs_here import how_it_runs, release_note
 from dflash_runtime.device.setup.attention import BACKENDS, check_capability, refuse_without_pages
 from dflash_runtime.draft_config import DraftConfig
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, hinting, naming_file
-from dflash_runtime.models.rank_sizes import refuse_split
 from dflash_runtime.models.target import check_hosted_tensors, family_config, target_shapes
 from dflash_runtime.scheduling.limits import resolve_num_drafts
 from dflash_runtime.target_config import TargetConfig

@@ -1,10 +1,10 @@
 """Refusals of tensor parallelism, before the processes of other ranks start."""
 
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.targets.rank_sizes import refuse_split
 from dflash_runtime.device.setup.settings import device_of
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UsageError
-from dflash_runtime.models.rank_sizes import refuse_split
 from dflash_runtime.models.target_loading import find_target_runtime
 from dflash_runtime.ranks.rank_group import Ranks
 

@@ -66,6 +66,7 @@ class Case:
     engines: str = ""
     level: Level = "headers"
     k: int | None = None
+    num_gpus: int = 1
     name: str = "dflash-draft"
     target_name: str | None = None
 
@@ -126,6 +127,7 @@ def check(case: Case, directory: Path) -> Report:
             engines=parse_engines(case.engines),
             level=case.level,
             num_speculative_tokens=case.k,
+            tensor_parallel=case.num_gpus,
         )
     )
 

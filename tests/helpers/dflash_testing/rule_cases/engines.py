@@ -5,7 +5,22 @@ from dataclasses import replace
 from dflash_testing import checkpoints as support
 from dflash_testing.rule_cases.base import MIXED, SLIDING, SPEC, Case, add, both, nested, nothing, top, without
 
+SIX_HEADS = replace(support.SMALL, heads=6)
+THREES = replace(support.SMALL, heads=6, kv_heads=3)
+INNER = replace(support.SMALL, inner=26)
+
 CASES = [
+    Case(rule="S52", key="num_attention_heads", names=("4", "3"), engines="vllm", num_gpus=3),
+    Case(rule="S52", key="num_key_value_heads", names=("2", "3"), engines="sglang", num_gpus=3, shape=SIX_HEADS),
+    Case(rule="S52", key="intermediate_size", names=("26", "4"), engines="vllm,sglang", num_gpus=4, shape=INNER),
+    Case(rule="S52", key="vocab_size", names=("32", "64", "3"), engines="vllm", num_gpus=3, shape=THREES),
+    Case(
+        rule="S52", at="target config.json:num_attention_heads", names=("6", "4"), engines="vllm,sglang", num_gpus=4,
+        target=top(num_attention_heads=6),
+    ),
+    Case(
+        rule="S53", key="num_key_value_heads", names=("2", "4"), severity="info", engines="vllm,sglang", num_gpus=4,
+    ),
     Case(
         rule="S32", key="num_target_layers", names=("transformers",), engines="transformers",
         config=without("num_target_layers"),

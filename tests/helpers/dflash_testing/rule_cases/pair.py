@@ -6,6 +6,7 @@ from dflash_testing import checkpoints as support
 from dflash_testing.rule_cases.base import SPEC, VERIFIER, Case, add, nothing, outer, top, without
 
 CASES = [
+    Case(rule="P18", at="target config.json:num_attention_heads", names=("4", "3"), target=nothing, num_gpus=3),
     Case(rule="C11", key="num_target_layers", names=("5", "4"), config=top(num_target_layers=5), target=nothing),
     Case(
         rule="C11", key="num_target_layers", names=("missing",), severity="warning",

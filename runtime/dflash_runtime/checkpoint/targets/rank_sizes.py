@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from dflash_runtime.checkpoint.pair import TargetSource
+from dflash_runtime.checkpoint.targets.runs_here import how_it_runs, native_config
 from dflash_runtime.engine_config import EngineConfig
 from dflash_runtime.errors import UnsupportedError, UsageError
 from dflash_runtime.target_config import TargetConfig
@@ -38,6 +39,17 @@ def refuse_split(target: TargetSource, found: TargetConfig | None, config: Engin
         )  # fmt: skip
     if found is not None:
         check_sizes(found, size)
+
+
+def split_refusal(target: TargetSource, size: int) -> UnsupportedError | None:
+    """Return the refusal of a target on `size` ranks, as `refuse_split` gives it; None if its config shows none."""
+    is_native = how_it_runs(target).is_fast
+    found = native_config(target) if is_native else None
+    try:
+        refuse_split(target, found, EngineConfig(tensor_parallel_size=size), is_native=is_native)
+    except UnsupportedError as error:
+        return error
+    return None
 
 
 def check_sizes(config: TargetConfig, size: int) -> None:
