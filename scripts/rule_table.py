@@ -11,7 +11,7 @@ if __name__ == "__main__":
     root = Path(__file__).resolve().parents[1]
     sys.path[:0] = [str(root / name) for name in (".", "runtime", "kernels", "tests/helpers")]
 
-from dflash_cli.engines.serving_engine import known_engines
+from dflash_cli.engines.engine_names import known_engines
 from dflash_cli.rules.rule import Rule, all_rules
 from dflash_testing.rule_cases.collected import CASES
 from dflash_testing.transfer_cases import CASES as TRANSFER_CASES

@@ -154,8 +154,8 @@ def _serve_commands(
     """The serve command of each engine that serves the pair. A pair that cannot be read gives a note instead."""
     if engine == "none":
         return {}
+    from dflash_cli.engines.engine_names import parse_engines
     from dflash_cli.engines.pair_serving import find_serve_commands
-    from dflash_cli.engines.serving_engine import parse_engines
 
     settings, engines = stored.evaluation.settings, parse_engines(engine)
     num_drafted = stored.evaluation.total.counts.num_speculative_tokens

@@ -5,7 +5,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Annotated
 
-from dflash_cli.engines.serving_engine import known_engines, parse_engines
+from dflash_cli.engines.engine_names import known_engines, parse_engines
 from dflash_cli.rules.rule import GENERIC_WORDS, Rule, Severity, all_rules, fill
 from dflash_cli.rules.rule_document import ExplainDocument, RuleEntry, RuleListDocument
 from dflash_cli.terminal import console

@@ -6,14 +6,9 @@ from typing import Annotated
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
 from dflash_cli.commands.inspect import tell_traffic
+from dflash_cli.engines.engine_names import check_tensor_parallel, known_engines, parse_engines
 from dflash_cli.engines.pair_serving import ServeCommandDocument, ServedEngine, judge_pair
-from dflash_cli.engines.serving_engine import (
-    ServeCommand,
-    ServingEngine,
-    check_tensor_parallel,
-    known_engines,
-    parse_engines,
-)
+from dflash_cli.engines.serving_engine import ServeCommand, ServingEngine
 from dflash_cli.rules.report import Report
 from dflash_cli.terminal import console
 from dflash_cli.terminal.options import DraftOptions, ServedOptions, TargetOptions

@@ -212,7 +212,7 @@ def command(request: TuningRequest) -> None:
 
 
 def _check_engines(names: tuple[str, ...]) -> None:
-    from dflash_cli.engines.serving_engine import parse_engines
+    from dflash_cli.engines.engine_names import parse_engines
 
     parse_engines(",".join(names))
 

@@ -15,7 +15,7 @@ from dflash_cli.checkpoints.references import Location, find_checkpoint, is_bund
 from dflash_cli.commands.inspect import tell_traffic
 from dflash_cli.commands.lock import check_lock
 from dflash_cli.diagnosis.diagnosis_options import DiagnosisOptions
-from dflash_cli.engines.serving_engine import check_tensor_parallel, known_engines, parse_engines
+from dflash_cli.engines.engine_names import check_tensor_parallel, known_engines, parse_engines
 from dflash_cli.rules.findings_files import FindingsFile
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, Level, ignored_ids

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash_cli.commands.validate import FAILED, print_finding
-from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.engines.engine_names import parse_engines
 from dflash_cli.rules.findings_files import FindingsFile
 from dflash_cli.rules.rule import RuleLevel, ignored_ids
 from dflash_cli.terminal import console

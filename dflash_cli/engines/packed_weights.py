@@ -178,12 +178,16 @@ def NOTHING(rows: int, columns: int) -> Parts:
     return {}
 
 
-def block_rows(settings: Mapping[str, Any]) -> int | None:
-    """The rows of a block of FP8 numbers with one scale; None without such blocks."""
+def first_scheme(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How compressed-tensors packs the weights of its first group; empty for other methods."""
     groups = as_object(settings.get("config_groups"))
-    stated = block_structure(as_object(as_object(next(iter(groups.values()), None)).get("weights")))
-    block = settings.get("weight_block_size", stated)
-    return int(block[0]) if is_block(block) else None
+    return as_object(as_object(next(iter(groups.values()), None)).get("weights"))
+
+
+def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The rows and columns of a block of FP8 numbers with one scale; None without such blocks."""
+    block = settings.get("weight_block_size", block_structure(first_scheme(settings)))
+    return (block[0], block[1]) if is_block(block) else None
 
 
 def misread_blocks(
@@ -205,9 +209,10 @@ def misread_blocks(
     Raises:
         EngineStops: names the matrix at which the engine stops.
     """
-    block = block_rows(settings or {})
-    if block is None:
+    stated = block_of(settings or {})
+    if stated is None:
         return ()
+    block, _ = stated
     rows = {module: size[0] for module, size in sizes.items() if parts_of(module) is not None}
     groups: dict[str, list[str]] = {}
     for module in rows:

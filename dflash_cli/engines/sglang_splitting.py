@@ -13,8 +13,8 @@ from dflash_cli.engines.splitting import (
     Misfit,
     RowPart,
     matrix_misfits,
-    row_misfit,
     size_misfits,
+    whole_rows,
     with_errors,
 )
 
@@ -37,20 +37,13 @@ def sglang_misfits(model: SplitModel, num_gpus: int) -> Iterator[Misfit]:
 
 
 def _matrix_misfits(model: SplitModel, num_gpus: int) -> Iterator[Misfit]:
-    for item in matrix_misfits(model, num_gpus, _marlin_rows if model.method == "awq" else _whole):
+    for item in matrix_misfits(model, num_gpus, _marlin_rows if model.method == "awq" else whole_rows):
         if model.method == "gptq":  # which is not checked while loading
             yield replace(item, outcome="drops", error="a GPU's part has fewer scales than groups, without a message")
         else:
             yield item
     if model.method == "awq":
         yield from _marlin_columns(model, num_gpus)
-
-
-def _whole(parts: list[RowPart]) -> Iterator[Misfit]:
-    """Each part must be whole blocks. Source: Fp8LinearMethod.validate_block_quant_shapes."""
-    found = next(filter(None, map(row_misfit, parts)), None)
-    if found is not None:
-        yield found
 
 
 def _marlin_rows(parts: list[RowPart]) -> Iterator[Misfit]:

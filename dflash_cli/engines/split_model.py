@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash_cli.engines.packed_weights import block_of, first_scheme
 from dflash_cli.engines.vllm_packing import stated_packing
 from dflash_cli.rules.subject import Subject
-from dflash_runtime.checkpoint.quantised.stated_quantization import block_structure, is_block, stated_quantization
+from dflash_runtime.checkpoint.quantised.stated_quantization import stated_quantization
 from dflash_runtime.checkpoint.stored.safetensors_header import TensorInfo
 from dflash_runtime.checkpoint.targets.layer_kinds import LATENT
 from dflash_runtime.checkpoint.targets.target_facts import decoder_config
@@ -25,9 +26,9 @@ WIDTHS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Model type of a target -> the keys of sizes that N must divide, beside its heads."""
 ROW_CUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Matrices that an engine fuses, and whose rows it cuts."""
+"""Matrices that an engine fuses. It cuts their rows."""
 COLUMN_CUT = ("o_proj", "down_proj")
-"""Matrices whose columns an engine cuts."""
+"""Matrices that an engine cuts by columns."""
 KEY_VALUE = ("k_proj", "v_proj")
 CUT = frozenset({name for names in (*ROW_CUT, COLUMN_CUT) for name in names})
 
@@ -46,7 +47,7 @@ class SplitModel:
     """The sizes of one model that tensor parallelism cuts. None: the config does not state the size.
 
     is_draft       whether it is the draft
-    kv_heads       key -> KV heads of one kind of layers; empty also for latent attention, which has none
+    kv_heads       key -> KV heads of one kind of layers; empty for latent attention too
     widths         key -> size that N must divide: inner widths of feed-forwards, heads of recurrent layers
     vocabularies   key -> rows of an embedding or a head
     num_experts    None without experts
@@ -144,7 +145,7 @@ def method_of(settings: Mapping[str, Any]) -> str:
 
 def scaled_matrices(tensors: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> dict[str, ScaledMatrix]:
     """Module -> its matrix, for the packed matrices that engines cut."""
-    block, group = _block(settings), _group(settings)
+    block, group = block_of(settings), _group(settings)
     found: dict[str, ScaledMatrix] = {}
     for name, info in tensors.items():
         module, _, part = name.rpartition(".")
@@ -161,16 +162,6 @@ def scaled_matrices(tensors: Mapping[str, TensorInfo], settings: Mapping[str, An
     return found
 
 
-def _weights(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    groups = as_object(settings.get("config_groups"))
-    return as_object(as_object(next(iter(groups.values()), None)).get("weights"))
-
-
-def _block(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    block = settings.get("weight_block_size", block_structure(_weights(settings)))
-    return (block[0], block[1]) if is_block(block) else None
-
-
 def _group(settings: Mapping[str, Any]) -> int | None:
-    group = settings.get("group_size", settings.get("q_group_size", _weights(settings).get("group_size")))
+    group = settings.get("group_size", settings.get("q_group_size", first_scheme(settings).get("group_size")))
     return group if is_int(group) and group > 0 else None

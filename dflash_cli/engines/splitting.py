@@ -1,4 +1,4 @@
-"""Sizes of a model that N GPUs do not divide as an engine needs it: the checks that engines share."""
+"""The checks of tensor parallelism that engines share: whether N divides a size, and whether parts are whole blocks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ class Misfit:
     """A size that N GPUs do not divide.
 
     key      the key of the config, or the module of a packed matrix
-    found    the size: of the whole model, or of one GPU's part of a packed matrix
-    unit     the number of which the size must be a multiple
+    found    the size of the whole model, or of one GPU's part of a packed matrix
+    unit     the size must be a multiple of it
     why      the fault in words
     error    the engine's error
     outcome  "drops" if the engine loads the model, and computes another one
@@ -74,7 +74,7 @@ def _misfit(kind: MisfitKind, key: str, found: int, num_gpus: int, expected: str
 def matrix_misfits(
     model: SplitModel, num_gpus: int, rows_of: Callable[[list[RowPart]], Iterator[Misfit]]
 ) -> Iterator[Misfit]:
-    """Packed matrices of which a GPU's part has incomplete blocks or groups. `rows_of` judges a fused matrix."""
+    """Packed matrices that N cuts inside a block or group. `rows_of` judges the parts of a fused matrix."""
     parents: dict[str, dict[str, ScaledMatrix]] = {}
     for module, matrix in model.matrices.items():
         parent, _, last = module.rpartition(".")
@@ -107,8 +107,18 @@ def _column_misfits(module: str, matrix: ScaledMatrix, num_gpus: int) -> Iterato
         yield Misfit(kind="columns", key=module, found=columns, unit=unit, why=why)
 
 
+def whole_rows(parts: list[RowPart]) -> Iterator[Misfit]:
+    """The first part of a fused matrix that has incomplete blocks.
+
+    Source: vLLM validate_fp8_block_shape, SGLang Fp8LinearMethod.validate_block_quant_shapes.
+    """
+    found = next(filter(None, map(row_misfit, parts)), None)
+    if found is not None:
+        yield found
+
+
 def row_misfit(part: RowPart) -> Misfit | None:
-    """The misfit if a GPU's rows are no whole blocks."""
+    """The misfit if a GPU's rows end inside a block."""
     unit = part.matrix.block[0]
     why = f"each GPU gets {part.rows} rows, expected a multiple of {unit}, which share a scale"
     return Misfit(kind="rows", key=part.module, found=part.rows, unit=unit, why=why) if part.rows % unit else None

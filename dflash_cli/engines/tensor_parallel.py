@@ -1,6 +1,6 @@
 """Rules on tensor parallelism: whether N GPUs divide the sizes of draft and target as an engine needs it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from dflash_cli.engines.serving_engine import EnginesWhere, ServingEngine
 from dflash_cli.engines.split_model import SplitModel, split_models
@@ -32,14 +32,15 @@ def gpus_divide_the_pair(subject: Subject) -> Iterator[Problem]:
     a packed matrix must have whole blocks or groups. dflash knows the inner widths of common families of targets.
     """
     num_gpus = subject.plan.tensor_parallel
-    fixes = {engine.name: _fix(engine, subject) for engine, _ in _split(subject)}
-    for engine, model in _split(subject):
-        for item in engine.split_misfits(model, num_gpus):
+    for engine, models in _split(subject):
+        misfits = [(model, item) for model in models for item in engine.split_misfits(model, num_gpus)]
+        fix = _fix(engine, models, num_gpus) if misfits else ""
+        for model, item in misfits:
             yield Problem(
                 _location(item, model, subject),
                 f"{engine}: {item.why}",
                 effect=f"{EFFECTS[item.outcome]}: {item.error}",
-                fix=fixes[engine.name],
+                fix=fix,
                 engines=(engine.name,),
                 outcome=item.outcome,
             )
@@ -56,30 +57,32 @@ def gpus_divide_the_pair(subject: Subject) -> Iterator[Problem]:
 def every_gpu_has_its_own_kv_heads(subject: Subject) -> Iterator[Problem]:
     """There are at least as many KV heads as GPUs. If there are fewer, several GPUs keep the same head."""
     num_gpus = subject.plan.tensor_parallel
-    for engine, model in _split(subject):
-        if any(engine.split_misfits(model, num_gpus)):
-            continue
-        for key, count in model.replicated(num_gpus).items():
-            yield Problem(_key_location(key, model, subject), f"{count} for {num_gpus} GPUs", engines=(engine.name,))
+    for engine, models in _split(subject):
+        for model in models:
+            has_misfits = any(engine.split_misfits(model, num_gpus))
+            for key, count in ({} if has_misfits else model.replicated(num_gpus)).items():
+                where = _key_location(key, model, subject)
+                yield Problem(where, f"{count} for {num_gpus} GPUs", engines=(engine.name,))
 
 
-def _fix(engine: ServingEngine, subject: Subject) -> str:
+def _fix(engine: ServingEngine, models: Sequence[SplitModel], num_gpus: int) -> str:
     """The numbers of GPUs that fit, with the command that checks the largest one below the user's."""
-    models = list(split_models(subject))
     fitting = [n for n in range(2, MOST_GPUS + 1) if not any(any(engine.split_misfits(model, n)) for model in models)]
     if not fitting:
         return ONE_GPU
-    chosen = max((n for n in fitting if n < subject.plan.tensor_parallel), default=fitting[0])
+    chosen = max((n for n in fitting if n < num_gpus), default=fitting[0])
     words = f"{', '.join(map(str, fitting))} GPUs fit {engine.name}"
     return f"{words}: dflash validate {{draft}} --target {{target}} --engine {engine.name} --tensor-parallel {chosen}"
 
 
-def _split(subject: Subject) -> Iterator[tuple[ServingEngine, SplitModel]]:
-    """Each named engine with each model that it cuts; nothing for one GPU."""
-    for engine in subject.plan.engines if subject.plan.tensor_parallel > 1 else ():
+def _split(subject: Subject) -> Iterator[tuple[ServingEngine, Sequence[SplitModel]]]:
+    """Each named engine with the models that it cuts; nothing for one GPU."""
+    if subject.plan.tensor_parallel == 1:
+        return
+    models = tuple(split_models(subject))
+    for engine in subject.plan.engines:
         assert isinstance(engine, ServingEngine)
-        for model in split_models(subject):
-            yield engine, model
+        yield engine, models
 
 
 def _location(item: Misfit, model: SplitModel, subject: Subject) -> str:

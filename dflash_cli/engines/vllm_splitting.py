@@ -19,6 +19,7 @@ from dflash_cli.engines.splitting import (
     matrix_misfits,
     row_misfit,
     size_misfits,
+    whole_rows,
     with_errors,
 )
 
@@ -64,7 +65,7 @@ def _size_misfits(model: SplitModel, num_gpus: int) -> Iterator[Misfit]:
 
 
 def _matrix_misfits(model: SplitModel, num_gpus: int, release: tuple[int, ...]) -> Iterator[Misfit]:
-    for item in matrix_misfits(model, num_gpus, _shared if model.method == "fp8" else _whole):
+    for item in matrix_misfits(model, num_gpus, _shared if model.method == "fp8" else whole_rows):
         if item.kind == "expert-block" and release >= REFINES_EXPERTS and _is_refined(item, model):
             continue
         is_unchecked = model.method == "gptq" and not item.found % MACHETE_COLUMNS
@@ -75,13 +76,6 @@ def _is_refined(item: Misfit, model: SplitModel) -> bool:
     """Whether vLLM makes the blocks of experts smaller. Source: fused_moe/oracle/fp8.py refine_fp8_moe_block_shape."""
     matrix = model.matrices[item.key]
     return model.method == "fp8" and gcd(*matrix.block, item.found, matrix.rows, matrix.columns) >= SMALLEST_BLOCK
-
-
-def _whole(parts: list[RowPart]) -> Iterator[Misfit]:
-    """Each part must be whole blocks. Source: validate_fp8_block_shape."""
-    found = next(filter(None, map(row_misfit, parts)), None)
-    if found is not None:
-        yield found
 
 
 def _shared(parts: list[RowPart]) -> Iterator[Misfit]:

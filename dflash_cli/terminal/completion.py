@@ -13,7 +13,7 @@ from dflash_cli.terminal.parameters import Parameter
 WORDS = {
     "--dataset": "generation.datasets.dataset:dataset_names",
     "--dataset-format": "generation.datasets.dataset:format_names",
-    "--engine": "engines.serving_engine:names_with_releases",
+    "--engine": "engines.engine_names:names_with_releases",
     "DIALECT": "formats.dialect:writable_words",
     "DRAFT": "checkpoints.references:bundled_names",
     "ID": "rules.rule:rule_ids",

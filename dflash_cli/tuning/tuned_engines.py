@@ -5,8 +5,9 @@ from typing import Annotated
 
 from dflash_cli.checkpoints.pair_references import complete_pair
 from dflash_cli.checkpoints.references import find_checkpoint
+from dflash_cli.engines.engine_names import parse_engines
 from dflash_cli.engines.pair_serving import JudgedPair, judge_pair
-from dflash_cli.engines.serving_engine import ServingEngine, parse_engines
+from dflash_cli.engines.serving_engine import ServingEngine
 
 Schedule = tuple[tuple[int, int, int], ...]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dflash_cli.checkpoints.opening import open_draft
-from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.engines.engine_names import parse_engines
 from dflash_cli.formats.dialect import writable_formats
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft

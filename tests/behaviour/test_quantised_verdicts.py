@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from dflash_cli.engines.config_class import EngineStops
+from dflash_cli.engines.engine_names import parse_engines
 from dflash_cli.engines.engine_reading import EngineReading
-from dflash_cli.engines.serving_engine import ServingEngine, parse_engines
+from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
 from dflash_cli.rules.validator import validate_subject
 from dflash_testing import quantised_cases

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.engines.serving_engine import ServingEngine, parse_engines
+from dflash_cli.engines.engine_names import parse_engines
+from dflash_cli.engines.serving_engine import ServingEngine
 from dflash_cli.engines.split_model import split_models
 from dflash_cli.rules.subject import ValidationPlan, open_subject
 from dflash_testing.paths import GOLDEN

@@ -167,6 +167,15 @@ def vllm_release(code: Path) -> tuple[int, ...]:
     return tuple(map(int, code.name.partition("-")[2].split(".")[:2]))
 
 
+def let_sglang_import() -> None:
+    """Let SGLang believe in a GPU, and import without its compiled libraries."""
+    seem_hopper()
+    sys.modules["sgl_kernel.scalar_type"] = None  # type: ignore[assignment]  # SGLang then uses its own names of types
+    kernels = next(Path(path) / "sglang/kernels/jit" for path in sys.path if (Path(path) / "sglang/srt").is_dir())
+    for folder in ("include", "csrc"):
+        (kernels / folder).mkdir(exist_ok=True)
+
+
 def start_sglang(own: Own = nothing, prepare: Prepare = leave) -> Load:
     """SGLang: its config of the draft, its parser, its model of the draft, and its weight loader.
 
@@ -177,11 +186,7 @@ def start_sglang(own: Own = nothing, prepare: Prepare = leave) -> Load:
 
     with contextlib.suppress(ImportError):
         import_module("bitsandbytes")  # its backend is chosen when it is imported
-    seem_hopper()
-    sys.modules["sgl_kernel.scalar_type"] = None  # type: ignore[assignment]  # SGLang then uses its own names of types
-    kernels = next(Path(path) / "sglang/kernels/jit" for path in sys.path if (Path(path) / "sglang/srt").is_dir())
-    for folder in ("include", "csrc"):
-        (kernels / folder).mkdir(exist_ok=True)
+    let_sglang_import()
     import sglang.srt.models.dflash as dflash
     import vllm  # noqa: F401 a stand-in, whose rotary kernel nobody calls
     from sglang.srt.configs.load_config import LoadConfig

@@ -27,7 +27,7 @@ from typing import Any
 
 import engine_loaders
 from filled_parameters import mark, unfilled
-from seen_gpu import hopper_of, seem_hopper
+from seen_gpu import hopper_of
 from stand_ins import with_stand_ins
 
 from dflash_testing import checkpoints as support
@@ -99,11 +99,7 @@ def start_sglang() -> Build:
     """SGLang: its config of the draft, its model with its parallel layers, and its loader. Attention is a stand-in."""
     import torch
 
-    seem_hopper()
-    sys.modules["sgl_kernel.scalar_type"] = None  # type: ignore[assignment]
-    kernels = next(Path(path) / "sglang/kernels/jit" for path in sys.path if (Path(path) / "sglang/srt").is_dir())
-    for folder in ("include", "csrc"):
-        (kernels / folder).mkdir(exist_ok=True)
+    engine_loaders.let_sglang_import()
     import sglang.srt.models.dflash as dflash
     import vllm  # noqa: F401 a stand-in
     from sglang.srt.configs.load_config import LoadConfig

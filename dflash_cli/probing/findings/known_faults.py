@@ -2,7 +2,8 @@
 
 import re
 
-from dflash_cli.engines.serving_engine import all_engines, parse_engines
+from dflash_cli.engines.engine_names import parse_engines
+from dflash_cli.engines.serving_engine import all_engines
 from dflash_cli.probing.servers.inference_server import InferenceServer
 
 

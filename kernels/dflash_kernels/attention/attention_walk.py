@@ -148,6 +148,17 @@ def _load_keys(
 
 
 @jit
+def _is_seen(position, row, context_len, readable_len, IS_CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Return which rows see the context keys at some positions, [1 or TILE_M, TILE_N]."""
+    is_seen = (position < readable_len)[None, :]
+    if IS_CAUSAL:
+        is_seen = is_seen & (position[None, :] <= context_len + row[:, None])
+    if WINDOW:
+        is_seen = is_seen & (context_len + row[:, None] - position[None, :] < WINDOW)
+    return is_seen
+
+
+@jit
 def walk_context(
     queries, row, dim, keys, values, page_stride, row_stride, page_table, context_len, readable_len, begin, end,
     acc, row_max, weight_sum, scale,
@@ -158,8 +169,8 @@ def walk_context(
 
     IS_FULL: every row sees every key, so no mask is needed. IS_CAUSAL: the pages also hold the rows' own keys, after
     the context. `key`: offsets of the first tile's keys, if the caller has already computed them. `first_keys` and
-    `first_values`: the first tile, if the caller has already loaded it. Then `key` belongs to the second tile, and the
-    first tile is added last.
+    `first_values`: the first tile, if there is one and the caller has already loaded it. Then `key` belongs to the
+    second tile, and the first tile is added last.
     """
     queries = beside_cache(queries, keys.dtype.element_ty)
     if key is None:
@@ -173,22 +184,16 @@ def walk_context(
         key_tile = _load_keys(keys, key, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL)
         value_tile = _load_keys(values, key, dim, is_key, queries.dtype, HEAD_DIM, TILE_D, IS_FULL, True)
         key = next_key
-        is_visible = is_key[None, :]
-        if IS_CAUSAL:
-            is_visible = is_visible & (position[None, :] <= context_len + row[:, None])
-        if WINDOW:
-            is_visible = is_visible & (context_len + row[:, None] - position[None, :] < WINDOW)
+        is_seen = _is_seen(position, row, context_len, readable_len, IS_CAUSAL, WINDOW)
         acc, row_max, weight_sum = _attend(
-            queries, key_tile, value_tile, is_visible, acc, row_max, weight_sum, scale, CAP, IS_FULL
+            queries, key_tile, value_tile, is_seen, acc, row_max, weight_sum, scale, CAP, IS_FULL
         )
     if first_keys is not None:
         position = begin * TILE_N + tl.arange(0, TILE_N)
-        is_visible = ((position < readable_len) & (begin < end))[None, :]
-        if WINDOW:
-            is_visible = is_visible & (context_len + row[:, None] - position[None, :] < WINDOW)
+        is_seen = _is_seen(position, row, context_len, readable_len, IS_CAUSAL, WINDOW)
         acc, row_max, weight_sum = _attend(
-            queries, from_cache(first_keys, queries.dtype), from_cache(first_values, queries.dtype), is_visible,
-            acc, row_max, weight_sum, scale, CAP, False,
+            queries, from_cache(first_keys, queries.dtype), from_cache(first_values, queries.dtype), is_seen,
+            acc, row_max, weight_sum, scale, CAP, IS_FULL,
         )  # fmt: skip
     return acc, row_max, weight_sum
 

@@ -14,7 +14,7 @@ head dim, C context.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,22 +74,13 @@ def row_attention_ref(
     )
 
 
-def attend_in_turn(
-    store: Callable[..., Tensor],
-    attend: Callable[..., Tensor],
-    parts: Tensor,
-    head_norms: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    num_kv: int,
-    context: RowContext,
-    turn: Turn = HALVES,
-    softmax: Softmax = PLAIN,
-) -> Tensor:
-    """Compute `row_attention_ref` by a function that stores keys and values, and one that attends."""
+def attend_in_turn(store: Callable[..., Tensor], attend: Callable[..., Tensor], *given: Any) -> Tensor:
+    """Compute `row_attention_ref` by a function that stores keys and values, and one that attends. `given`: all of its
+    arguments.
+    """
+    *projection, num_kv, context, turn, softmax = given
     place = context.place
-    rows = store(parts, head_norms, eps, cos, sin, num_kv, place, turn)[:, None]
+    rows = store(*projection, num_kv, place, turn)[:, None]
     heads = rows.split((rows.shape[2] - 2 * num_kv, num_kv, num_kv), dim=2)
     return attend(
         *heads, place.key_cache, place.value_cache, context.page_table, context.context_lens,

@@ -1,10 +1,10 @@
 """Rows of hidden states sorted by expert, in the order in which tensor cores read them from shared memory.
 
-The routes of an expert are cut into tiles of up to R rows. A tile lies in memory as it will lie in shared memory, so
-that one copy loads 64 columns of all its rows: these columns of its first row, of its second row and so on. Such a row
-has 128 bytes in eight chunks. Tensor cores expect chunk i of row r at place i ^ (r % 8). Chunk 2 j has the columns
-16 j + 4 t + (0, 1), t from 0 to 3, and chunk 2 j + 1 those after them: a thread has adjacent numbers of a packed weight
-(`mxfp4.py`), and multiplies two pairs of columns at a time.
+The routes of an expert are cut into tiles of up to R rows. A tile lies in memory as it will lie in shared memory. So
+one copy loads a piece: 64 columns of the first row, then of the second row, and so on. A row of a piece has 128 bytes
+in eight chunks. Tensor cores expect chunk i of row r at place i ^ (r % 8). Chunk 2 j has the columns
+16 j + 4 t + (0, 1), with t from 0 to 3. Chunk 2 j + 1 has the columns 16 j + 4 t + (2, 3). In this order a thread
+multiplies adjacent numbers of a packed weight (`mxfp4.py`).
 
 A table says which tile a program computes. Each expert has its first tile at its own id, and other tiles behind.
 
@@ -42,7 +42,7 @@ class ArrangedRows:
 
 @jit
 def place_in_tile(row, column, num_rows):
-    """Return the place of a column of a row among the elements of its tile."""
+    """Return where the elements of a tile have a column of a row."""
     within = column % 16
     chunk = column % 64 // 16 * 2 + within // 2 % 2
     return column // 64 * (num_rows * 64) + row * 64 + (chunk ^ (row & 7)) * 8 + within // 4 * 2 + within % 2

@@ -49,10 +49,15 @@ def constraints(rows: int) -> str:
 def warpgroup_products(rows: int, depth: int, stages: int, writers: int) -> str:
     """Return the assembly. Its operands: R sums, the first route, the number of rows, and five addresses of a thread.
 
-    The addresses are those of its numbers in both halves (rows 16 w + g of the first tile), of one scale (the lane
-    4 g + t has the scale of row 16 w + g + 8 (t % 2) of half t / 2), of all arranged rows, and of the program's entry
-    in the table of tiles. Sum c of a half belongs to its row 16 w + g + 8 (c % 4 / 2) and to row
-    8 (c / 4) + 2 t + c % 2 of the tile. Sums of a tile without rows are zeros.
+    The five addresses:
+
+    - the thread's numbers in the first half, at row 16 w + g, and in the second half
+    - one scale: lane 4 g + t has the scale of row 16 w + g + 8 (t % 2) of half t / 2
+    - all arranged rows
+    - the program's entry in the table of tiles
+
+    Sum c of a half belongs to row 16 w + g + 8 (c % 4 / 2) of the half. Its row of the tile is 8 (c / 4) + 2 t + c % 2.
+    Sums are zeros if the tile has no rows.
 
     Weights are loaded before the wait for hidden states. With `writers` = 0 the program waits for the launch before.
     Otherwise that launch may still run, and the program waits until `writers` programs of it have counted themselves in

@@ -9,7 +9,8 @@ import pytest
 
 from dflash_cli.checkpoints.opening import open_target
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
-from dflash_cli.engines.serving_engine import ServedPair, all_engines, known_engines, parse_engines
+from dflash_cli.engines.engine_names import known_engines, parse_engines
+from dflash_cli.engines.serving_engine import ServedPair, all_engines
 from dflash_cli.rules.rule import all_rules
 from dflash_runtime.documents import to_json
 from dflash_runtime.errors import UsageError

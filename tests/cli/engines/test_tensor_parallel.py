@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dflash_cli.engines.serving_engine import all_engines, parse_engines
+from dflash_cli.engines.engine_names import parse_engines
+from dflash_cli.engines.serving_engine import all_engines
 from dflash_cli.engines.split_model import split_models
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding

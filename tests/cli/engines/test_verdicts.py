@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.engines.engine_names import parse_engines
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.validator import validate_draft

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dflash_cli.checkpoints.references import TINY, Role, fetch_directory
 from dflash_cli.checkpoints.target_copies import find_difference
-from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.engines.engine_names import parse_engines
 from dflash_cli.rules.rule import PLACEHOLDER, all_rules
 from dflash_cli.rules.subject import ValidationPlan
 from dflash_cli.rules.themes import rows

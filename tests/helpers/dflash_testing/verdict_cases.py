@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.engines.engine_names import parse_engines
 from dflash_cli.rules.subject import Subject, ValidationPlan, open_subject
 from dflash_testing import config_cases
 from dflash_testing.config_cases import ConfigCase

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.engines.engine_names import parse_engines
 from dflash_cli.handoff.two_servers.transfer_report import TransferReport, validate_transfer
 from dflash_cli.rules.rule import PLACEHOLDER, all_rules
 from dflash_testing.server_pairs import TransferCase, over, write_pair

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_cli.engines.serving_engine import parse_engines
+from dflash_cli.engines.engine_names import parse_engines
 from dflash_cli.rules.report import Report
 from dflash_cli.rules.rule import Finding, Level
 from dflash_cli.rules.subject import ValidationPlan
